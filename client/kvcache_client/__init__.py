@@ -1,0 +1,7 @@
+"""Client of the KV-cache service: what an inference worker installs."""
+
+from kvcache_client.client import KVCacheClient
+from kvcache_client.errors import CacheError
+from kvcache_client.turn import Turn
+
+__all__ = ["CacheError", "KVCacheClient", "Turn"]

@@ -1,0 +1,413 @@
+"""Agents on a transformers causal LM that share KV through the service.
+
+    shared = SharedModel(model, tokenizer, KVCacheClient("127.0.0.1:50051"))
+    solver = shared.agent("<|im_start|>system\\nYou solve.<|im_end|>\\n<|im_start|>user\\n{question}", produces="answer")
+    answer = solver.run({"question": "What is 3 * 7?"}, max_new_tokens=64)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import string
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcache_client.adapters.slots import SlotCache
+from kvcache_client.client import KVCacheClient
+from kvcache_client.errors import CacheError
+from kvcache_client.turn import Turn
+from kvcache_proto.v1 import kvcache_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+_DTYPES = {torch.float32: pb.DTYPE_FLOAT32, torch.float16: pb.DTYPE_FLOAT16, torch.bfloat16: pb.DTYPE_BFLOAT16}
+# Architectures whose attention is plain RoPE over K and V per head, with their pairing.
+_PAIRINGS = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi", "phi3", "granite", "olmo", "olmo2", "smollm3"), pb.PAIRING_HALF_SPLIT),
+    **dict.fromkeys(("cohere", "glm", "glm4"), pb.PAIRING_INTERLEAVED),
+}
+_DIGEST_ELEMENTS = 4096  # elements of each weight that enter the digest
+
+Sampler = Callable[[Tensor], int]
+
+
+class UnsupportedModel(ValueError):
+    """The service cannot hold this model's KV; the message says why."""
+
+
+def greedy(logits: Tensor) -> int:
+    """The most likely token of logits [vocabulary]."""
+    return int(logits.argmax())
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one agent said, and what it cost. Times in seconds; ttft counts everything from the call to the first token."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    outcome: str  # reuse, partial or dense
+    reason: str  # why a segment was dense; "none"
+    prompt_tokens: int
+    reused_tokens: int
+    recomputed_tokens: int
+    ttft: float
+    first_forward: float
+    overhead: float
+
+
+@dataclass
+class Faults:
+    """Cache faults that became dense prefills, by error code."""
+
+    by_code: Counter[str] = field(default_factory=Counter)
+
+    def count(self, error: CacheError) -> None:
+        self.by_code[error.code] += 1
+        log.warning("cache fault %s, prefilling: %s", error.code, error)
+
+
+class SharedModel:
+    """A model, its tokenizer and a client. Raises UnsupportedModel when the model's KV cannot be shared."""
+
+    def __init__(self, model: Any, tokenizer: Any, client: KVCacheClient, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.client = client
+        self.clock = clock
+        self.faults = Faults()
+        self.request = model_request(model, tokenizer)
+        self.dtype: torch.dtype = model.dtype
+        eos = model.generation_config.eos_token_id
+        self.stop_ids = frozenset([eos] if isinstance(eos, int) else eos or [])
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Token ids of one segment; segments are tokenised once and never merged."""
+        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def agent(self, template: str, *, produces: str = "", decision: str = "reuse", policy: str = "guarded") -> Agent:
+        """An agent with a prompt template; {name} is a placeholder, {{ and }} are braces.
+
+        produces: the placeholder that this agent's answer fills in other templates. decision: "dense" for judges and
+        critics that compare candidates. policy: guarded, paper or off.
+        """
+        segments: list[tuple[int, ...] | str] = []
+        for literal, name, _, _ in string.Formatter().parse(template):
+            if literal:
+                segments.append(self.encode(literal))
+            if name is not None:
+                segments.append(name)
+        return Agent(self, segments, produces, decision, policy)
+
+    def buffer(self, columns: int) -> Tensor:
+        """Private KV memory for a turn without the service."""
+        r = self.request
+        return torch.empty(r.layers, 2, columns, r.kv_heads, r.head_dim, dtype=self.dtype)
+
+
+class Agent:
+    """One role: a template whose fixed segments are tokenised once."""
+
+    def __init__(
+        self, shared: SharedModel, segments: Sequence[tuple[int, ...] | str], produces: str, decision: str, policy: str
+    ) -> None:
+        self.shared = shared
+        self.segments = list(segments)
+        self._request = pb.RegisterTemplateRequest(
+            segments=[
+                pb.Segment(placeholder=s) if isinstance(s, str) else pb.Segment(fixed=pb.TokenIds(ids=s)) for s in segments
+            ],
+            decision=pb.Decision.Value(f"DECISION_{decision.upper()}"),
+            policy=pb.Policy.Value(f"POLICY_{policy.upper()}"),
+            produces=produces,
+        )
+        self._template_id = ""
+        self._generation = -1
+
+    @torch.no_grad()
+    def run(
+        self,
+        samples: Mapping[str, str | Sequence[int]],
+        *,
+        max_new_tokens: int,
+        policy: str | None = None,
+        sampler: Sampler = greedy,
+    ) -> Answer:
+        """Open, fetch, recompute, probe, generate, settle. A cache fault becomes a dense prefill, never an exception.
+
+        samples: text, or the token_ids of another agent's Answer. An absent service costs one failed call.
+        """
+        call = self.begin(samples, max_new_tokens=max_new_tokens, policy=policy)
+        call.prefill()
+        call.decode(sampler)
+        return call.settle()
+
+    def begin(self, samples: Mapping[str, str | Sequence[int]], *, max_new_tokens: int, policy: str | None = None) -> Call:
+        """The steps of run(), one by one."""
+        return Call(self, samples, max_new_tokens, policy)
+
+    def prompt(self, samples: Mapping[str, tuple[int, ...]]) -> list[int]:
+        return [t for s in self.segments for t in (samples[s] if isinstance(s, str) else s)]
+
+    def open(self, samples: Mapping[str, tuple[int, ...]], reserve: int, policy: str | None) -> Turn:
+        """Register where needed and open a turn. Raises CacheError."""
+        self._prime()
+        number = pb.Policy.Value(f"POLICY_{policy.upper()}") if policy else pb.POLICY_UNSPECIFIED
+        return self.shared.client.open_turn(self._template_id, samples, reserve_tokens=reserve, policy=number)
+
+    def _prime(self) -> None:
+        """Once per session of the client: register, and store the KV of the role prompt if the service lacks it."""
+        client = self.shared.client
+        client.connect()
+        if self._generation == client.generation:
+            return
+        self._request.model_id = client.register_model(self.shared.request)
+        reply = client.register_template(self._request)
+        first = self.segments[0]
+        if 0 in reply.missing and not isinstance(first, str):
+            buffer = self.shared.buffer(len(first))
+            ids, positions = torch.tensor(first), torch.arange(len(first))
+            SlotCache(buffer).forward(self.shared.model, ids, positions, len(first), logits=1)
+            client.put(self._request.model_id, first, memoryview(buffer.view(torch.uint8).numpy()).cast("B"))
+        self._template_id, self._generation = reply.template_id, client.generation
+
+
+class Call:
+    """One turn in steps: prefill, (score,) decode, settle."""
+
+    def __init__(
+        self, agent: Agent, samples: Mapping[str, str | Sequence[int]], max_new_tokens: int, policy: str | None
+    ) -> None:
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {max_new_tokens}; ask for one or more")
+        self._agent = agent
+        self._shared = agent.shared
+        self._clock = self._shared.clock
+        self._started = self._clock()
+        encoded = {n: self._shared.encode(s) if isinstance(s, str) else tuple(s) for n, s in samples.items()}
+        needed = {s for s in agent.segments if isinstance(s, str)}
+        if encoded.keys() != needed:
+            raise ValueError(f"samples are {sorted(encoded)}; the template needs {sorted(needed)}")
+        self._prompt = torch.tensor(agent.prompt(encoded), dtype=torch.long)
+        self._n = len(self._prompt)
+        self._max_new = max_new_tokens
+        self._reason = pb.REASON_UNSPECIFIED
+        self._rejected = False
+        self._probes: list[pb.ProbeResidual] = []
+        self._tokens: list[int] = []
+        self._stopped = False
+        self._logits = torch.empty(0)
+        self.ttft = self.first_forward = 0.0
+        self._turn: Turn | None = None
+        try:
+            self._turn = agent.open(encoded, max_new_tokens, policy)
+        except CacheError as error:
+            self._lose(error)
+
+    @torch.no_grad()
+    def prefill(self) -> Tensor:
+        """Fetch, compute the fresh tokens in one forward, probe. Returns the first token's logits [vocabulary]."""
+        turn = self._turn
+        if turn is not None:
+            try:
+                if turn.reuses:
+                    turn.fetch()
+            except CacheError as error:
+                turn = self._lose(error)
+        self._cache = SlotCache(self._view(turn))
+        fresh = torch.tensor(turn.fresh) if turn is not None else torch.arange(self._n)
+        probe = [p for s in turn.plan.segments for p in s.fresh[: s.probe_tokens]] if turn is not None else []
+        corrected = self._cache.buffer[1:, :, probe].clone() if probe else None
+        begun = self._clock()
+        self._logits = self._forward(fresh)
+        if turn is not None and corrected is not None:
+            self._judge(turn, probe, corrected)
+        self.first_forward = self._clock() - begun
+        self.ttft = self._clock() - self._started
+        return self._logits
+
+    @torch.no_grad()
+    def score(self, token_ids: Sequence[int]) -> Tensor:
+        """Log-probabilities [len(token_ids), vocabulary] of a given continuation. Needs room in the reserve; decode() may follow."""
+        rows = [self._logits[None]]
+        if len(token_ids) > 1:
+            positions = torch.arange(self._n, self._n + len(token_ids) - 1)
+            ids = torch.tensor(token_ids[:-1])
+            rows.append(self._cache.forward(self._shared.model, ids, positions, int(positions[-1]) + 1, logits=len(ids)))
+        return torch.cat(rows).float().log_softmax(-1)
+
+    @torch.no_grad()
+    def decode(self, sampler: Sampler = greedy) -> tuple[int, ...]:
+        """Generate up to max_new_tokens; a stop token ends it and is not part of the answer."""
+        logits = self._logits
+        while True:
+            token = sampler(logits)
+            if token in self._shared.stop_ids:
+                self._stopped = True
+                break
+            self._tokens.append(token)
+            if len(self._tokens) == self._max_new:
+                break
+            position = self._n + len(self._tokens) - 1
+            ids, positions = torch.tensor([token]), torch.tensor([position])
+            logits = self._cache.forward(self._shared.model, ids, positions, position + 1, logits=1)[0]
+        return tuple(self._tokens)
+
+    def settle(self) -> Answer:
+        """Hand over what was computed, with a verdict. A fault here is counted and changes nothing for the caller."""
+        turn, answer = self._turn, self._answer()
+        if turn is not None:
+            try:
+                self._settle(turn)
+            except CacheError as error:
+                self._shared.faults.count(error)
+            finally:
+                turn.release()
+        return answer
+
+    def abort(self) -> None:
+        """Leave without a verdict: nothing changes anywhere."""
+        if self._turn is not None:
+            self._turn.release()
+
+    def _settle(self, turn: Turn) -> None:
+        # T - 1 rule: the last token of an answer cut by the length limit was never run and has no KV.
+        kv_tokens = len(self._tokens) if self._stopped else len(self._tokens) - 1
+        first = self._first_pure(turn)
+        if not self._rejected and self._n + kv_tokens > first:
+            turn.observe(first, self._n + kv_tokens - first)
+        turn.settle(
+            pb.VERDICT_REJECTED if self._rejected else pb.VERDICT_ACCEPTED,
+            reason=self._reason,
+            finish_reason=pb.FINISH_REASON_STOP if self._stopped else pb.FINISH_REASON_LENGTH,
+            output_token_ids=self._tokens,
+            output_kv_tokens=0 if self._rejected else kv_tokens,
+            probes=self._probes,
+            ttft_seconds=self.ttft,
+            first_forward_seconds=self.first_forward,
+        )
+
+    def _first_pure(self, turn: Turn) -> int:
+        """Where true dense KV begins that the service can learn from; the prompt's end when there is none."""
+        for segment in turn.plan.segments:
+            if segment.action == pb.ACTION_REUSE:
+                break
+            if segment.action == pb.ACTION_DENSE and segment.tokens:
+                return int(segment.start)
+        return self._n
+
+    def _forward(self, fresh: Tensor) -> Tensor:
+        return self._cache.forward(self._shared.model, self._prompt[fresh], fresh, self._n, logits=1)[0]
+
+    def _judge(self, turn: Turn, probe: list[int], corrected: Tensor) -> None:
+        """Verify before Act: is corrected KV closer to the recomputed one than re-positioned KV? If not, prefill."""
+        fresh = self._cache.buffer[1:, :, probe]
+        done = 0
+        for ordinal, segment in enumerate(turn.plan.segments):
+            count = segment.probe_tokens
+            if count:
+                rows = slice(done, done + count)
+                plain = self._cache.buffer[1:, :, segment.probe : segment.probe + count]
+                energy = fresh[:, :, rows].square().sum()
+                residuals = [float((fresh[:, :, rows] - kv).square().sum() / energy) for kv in (corrected[:, :, rows], plain)]
+                self._probes.append(pb.ProbeResidual(segment=ordinal, corrected=residuals[0], repositioned=residuals[1]))
+                done += count
+        mean = sum(p.corrected for p in self._probes) / len(self._probes)
+        unaided = sum(p.repositioned for p in self._probes) / len(self._probes)
+        if mean > min(turn.plan.residual_limit, unaided):
+            self._rejected, self._reason = True, pb.REASON_RESIDUAL
+            self._logits = self._forward(torch.arange(self._n))
+
+    def _view(self, turn: Turn | None) -> Tensor:
+        if turn is None:
+            return self._shared.buffer(self._n + self._max_new)
+        r = self._shared.request
+        flat = torch.frombuffer(turn.buffer, dtype=torch.uint8).view(self._shared.dtype)
+        return flat.view(r.layers, 2, turn.plan.buffer_tokens, r.kv_heads, r.head_dim)
+
+    def _lose(self, error: CacheError) -> None:
+        """Go on without the service."""
+        self._shared.faults.count(error)
+        self._reason = pb.REASON_SERVICE
+        if self._turn is not None:
+            self._turn.release()
+            self._turn = None
+
+    def _answer(self) -> Answer:
+        turn = self._turn
+        fresh = dense = self._n
+        reason = self._reason
+        if turn is not None and not self._rejected:
+            fresh = len(turn.fresh)
+            dense = sum(len(s.fresh) for s in turn.plan.segments if s.action == pb.ACTION_DENSE)
+            reason = next((s.reason for s in turn.plan.segments if s.action == pb.ACTION_DENSE), pb.REASON_UNSPECIFIED)
+        outcome = "reuse" if not dense else "partial" if fresh < self._n else "dense"
+        return Answer(
+            token_ids=tuple(self._tokens),
+            text=self._shared.tokenizer.decode(self._tokens),
+            outcome=outcome,
+            reason="none" if reason == pb.REASON_UNSPECIFIED else pb.Reason.Name(reason).removeprefix("REASON_").lower(),
+            prompt_tokens=self._n,
+            reused_tokens=self._n - fresh,
+            recomputed_tokens=fresh - dense if outcome != "dense" else 0,
+            ttft=self.ttft,
+            first_forward=self.first_forward,
+            overhead=self.ttft - self.first_forward,
+        )
+
+
+def model_request(model: Any, tokenizer: Any) -> pb.RegisterModelRequest:
+    """Geometry, rotation and fingerprint of a transformers model. Raises UnsupportedModel."""
+    config = model.config
+    kind = config.model_type
+    if kind not in _PAIRINGS:
+        raise UnsupportedModel(f"model type {kind!r}; supported: {', '.join(sorted(_PAIRINGS))}")
+    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if layer_types != {"full_attention"} or getattr(config, "sliding_window", None):
+        raise UnsupportedModel(f"{kind} with {', '.join(sorted(layer_types))}: only full attention is supported")
+    if model.dtype not in _DTYPES:
+        raise UnsupportedModel(f"dtype {model.dtype}; supported: float32, float16, bfloat16")
+    rotary = model.get_decoder().rotary_emb
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    limit = config.max_position_embeddings
+    if rotary.rope_type in ("dynamic", "longrope"):  # beyond the original window the table changes with the length
+        limit = int(config.rope_parameters.get("original_max_position_embeddings", limit))
+    return pb.RegisterModelRequest(
+        name=str(config.name_or_path or kind),
+        layers=config.num_hidden_layers,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=head_dim,
+        dtype=_DTYPES[model.dtype],
+        rope=pb.Rope(
+            type=rotary.rope_type,
+            inv_freq=rotary.inv_freq.double().tolist(),
+            attention_scaling=float(rotary.attention_scaling),
+            pairing=_PAIRINGS[kind],
+            rotary_dim=2 * len(rotary.inv_freq),
+        ),
+        weights_digest=_weights_digest(model),
+        tokenizer_digest=hashlib.sha256(repr(sorted(tokenizer.get_vocab().items())).encode()).digest(),
+        vocab_size=config.vocab_size,
+        max_positions=limit,
+        tp_size=1,
+        attention="full",
+    )
+
+
+def _weights_digest(model: Any) -> bytes:
+    """SHA-256 over names, shapes and an even sample of every weight: tells checkpoints apart in a fraction of a second."""
+    digest = hashlib.sha256()
+    for name, weight in model.state_dict().items():
+        flat = weight.detach().flatten()
+        picked = flat[:: max(1, len(flat) // _DIGEST_ELEMENTS)].float().cpu().contiguous()
+        digest.update(f"{name}{tuple(weight.shape)}".encode())
+        digest.update(picked.numpy().tobytes())
+    return digest.digest()

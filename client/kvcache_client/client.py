@@ -1,0 +1,260 @@
+"""Channel, session and registration. One client per worker process; thread-safe."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import grpc
+
+from kvcache_client.buffers import Buffers
+from kvcache_client.errors import CacheError, from_rpc
+from kvcache_client.turn import Turn
+from kvcache_proto.v1 import kvcache_pb2 as pb
+from kvcache_proto.v1 import kvcache_pb2_grpc
+from kvcache_proto.v1.tensors import frames
+
+PROTOCOL = 1
+TRANSPORTS = ("auto", "shared_memory", "stream")
+_ITEM_BYTES = {pb.DTYPE_FLOAT32: 4, pb.DTYPE_FLOAT16: 2, pb.DTYPE_BFLOAT16: 2}
+_MESSAGE_BYTES = 4 << 20
+_MAX_COOLDOWN = 2.0
+
+Reply = TypeVar("Reply")
+
+
+@dataclass
+class _Session:
+    """What one Attach stream stands for."""
+
+    session_id: str
+    boot_id: str
+    transport: pb.Transport
+    alive: threading.Event
+    end: Callable[[], None]
+
+
+class KVCacheClient:
+    """Speaks kvcache.v1 with one service.
+
+    target: host:port. transport: "auto" takes shared memory on the service's own host, else the stream.
+    timeout: seconds for any call. A lost service is tried again after a growing pause of at most two seconds, in which
+    calls fail at once; models and templates are registered anew by the client itself.
+    """
+
+    def __init__(
+        self, target: str, *, transport: str = "auto", timeout: float = 10.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        if transport not in TRANSPORTS:
+            raise ValueError(f"transport is {transport!r}; use one of {', '.join(TRANSPORTS)}")
+        options = [
+            ("grpc.max_receive_message_length", _MESSAGE_BYTES),
+            ("grpc.max_send_message_length", _MESSAGE_BYTES),
+            ("grpc.max_reconnect_backoff_ms", 1000),
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.min_reconnect_backoff_ms", 100),
+            ("grpc.use_local_subchannel_pool", 1),
+        ]
+        self._channel = grpc.insecure_channel(target, options=options)
+        self._kvcache = kvcache_pb2_grpc.KVCacheStub(self._channel)
+        self._turns = kvcache_pb2_grpc.TurnsStub(self._channel)
+        self._transport = transport
+        self._timeout = timeout
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._session: _Session | None = None
+        self._not_before = 0.0
+        self._cooldown = 0.0
+        self._models: dict[str, pb.RegisterModelRequest] = {}
+        self._templates: dict[str, pb.RegisterTemplateRequest] = {}
+        self._buffers = Buffers()
+        self.generation = 0  # grows with every session: what was Put into an earlier boot may be gone
+
+    def connect(self) -> None:
+        """Make sure that a session is attached. Raises CacheError; cheap when all is well."""
+        with self._lock:
+            if self._session is not None and self._session.alive.is_set():
+                return
+            wait = self._not_before - self._clock()
+            if wait > 0:
+                raise CacheError("UNAVAILABLE", f"the service is lost; next attempt in {wait:.1f} s", fix="prefill", retry=True)
+            try:
+                self._session = self._attach()
+                self._buffers.forget()
+                for model in self._models.values():
+                    self._call(self._kvcache.RegisterModel, model)
+                for template in self._templates.values():
+                    self._call(self._kvcache.RegisterTemplate, template)
+            except CacheError:
+                self._drop_session()
+                self._cooldown = min(_MAX_COOLDOWN, self._cooldown * 2 or 0.1)
+                self._not_before = self._clock() + self._cooldown
+                raise
+            self._cooldown = 0.0
+            self.generation += 1
+
+    @property
+    def transport(self) -> str:
+        """The transport in use; connects first."""
+        self.connect()
+        assert self._session is not None
+        return "shared_memory" if self._session.transport == pb.TRANSPORT_SHARED_MEMORY else "stream"
+
+    def register_model(self, request: pb.RegisterModelRequest) -> str:
+        """Returns the model id, a content hash."""
+        self.connect()
+        model_id: str = self._call(self._kvcache.RegisterModel, request).model_id
+        self._models[model_id] = request
+        return model_id
+
+    def register_template(self, request: pb.RegisterTemplateRequest) -> pb.RegisterTemplateReply:
+        """Returns the template id, a content hash, and the fixed segments that have no KV yet."""
+        self.connect()
+        reply: pb.RegisterTemplateReply = self._call(self._kvcache.RegisterTemplate, request)
+        self._templates[reply.template_id] = request
+        return reply
+
+    def put(self, model_id: str, token_ids: Sequence[int], kv: memoryview) -> bool:
+        """Store the exact KV of a prompt prefix; kv holds [layers, 2, tokens, kv_heads, head_dim] bytes.
+
+        Returns True when it was stored already.
+        """
+        self.connect()
+        model = self._models[model_id]
+        shape = (model.layers, 2, len(token_ids), model.kv_heads, model.head_dim)
+        header = pb.PutHeader(model_id=model_id, token_ids=token_ids, dtype=model.dtype, shape=shape)
+
+        def requests() -> Iterator[pb.PutRequest]:
+            yield pb.PutRequest(header=header)
+            for frame in frames(kv, [(0, kv.nbytes)]):
+                yield pb.PutRequest(frame=frame)
+
+        try:
+            existed: bool = self._call(self._kvcache.Put, requests()).existed
+        except CacheError as error:
+            if error.code != "CONFLICT":
+                raise
+            return True  # another worker's KV of the same tokens: as good as ours
+        return existed
+
+    def open_turn(
+        self,
+        template_id: str,
+        samples: Mapping[str, Sequence[int]],
+        *,
+        reserve_tokens: int,
+        policy: pb.Policy = pb.POLICY_UNSPECIFIED,
+    ) -> Turn:
+        """Ask what can be reused for this prompt. Raises CacheError."""
+        self.connect()
+        assert self._session is not None
+        template = self._templates[template_id]
+        model = self._models[template.model_id]
+        request = pb.OpenTurnRequest(
+            session_id=self._session.session_id,
+            request_id=uuid.uuid4().hex,
+            template_id=template_id,
+            samples=[pb.Sample(placeholder=name, token_ids=ids) for name, ids in samples.items()],
+            reserve_tokens=reserve_tokens,
+            transport=self._session.transport,
+            policy=policy,
+        )
+        plan = self._call(self._turns.OpenTurn, request)
+        return Turn(
+            self._turns,
+            plan,
+            self._buffers,
+            planes=model.layers * 2,
+            row_bytes=model.kv_heads * model.head_dim * _ITEM_BYTES[model.dtype],
+            reserve=reserve_tokens,
+            dtype=model.dtype,
+            timeout=self._timeout,
+        )
+
+    def close(self) -> None:
+        """End the session; the service frees all that it held."""
+        with self._lock:
+            self._drop_session()
+            self._channel.close()
+
+    def __enter__(self) -> KVCacheClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _attach(self) -> _Session:
+        hello: pb.HelloReply = self._call(
+            self._kvcache.Hello, pb.HelloRequest(protocol_min=PROTOCOL, protocol_max=PROTOCOL, host_id=_host_id())
+        )
+        transport = self._choose(hello)
+        finished = threading.Event()
+        alive = threading.Event()
+        first: queue.SimpleQueue[pb.SessionEvent | grpc.RpcError] = queue.SimpleQueue()
+
+        def heartbeats() -> Iterator[pb.Heartbeat]:
+            yield pb.Heartbeat()
+            finished.wait()
+
+        call = self._kvcache.Attach(heartbeats())
+
+        def follow() -> None:
+            try:
+                for event in call:
+                    alive.set()
+                    first.put(event)
+            except grpc.RpcError as error:
+                first.put(error)
+            finally:
+                alive.clear()
+                finished.set()
+
+        threading.Thread(target=follow, name="kvcache-attach", daemon=True).start()
+        try:
+            event = first.get(timeout=self._timeout)
+        except queue.Empty:
+            call.cancel()
+            raise CacheError("DEADLINE_EXCEEDED", "the service did not attach the session", fix="prefill", retry=True) from None
+        if isinstance(event, grpc.RpcError):
+            raise from_rpc(event)
+
+        def end() -> None:
+            finished.set()
+            call.cancel()
+
+        return _Session(event.session_id, event.boot_id, transport, alive, end)
+
+    def _choose(self, hello: pb.HelloReply) -> pb.Transport:
+        offered = pb.TRANSPORT_SHARED_MEMORY in hello.transports and Path(hello.shared_memory_dir).is_dir()
+        if self._transport == "shared_memory" and not offered:
+            raise CacheError("SHARED_MEMORY", "the service is on another host", fix="use transport='stream'")
+        wanted = offered and self._transport != "stream"
+        return pb.TRANSPORT_SHARED_MEMORY if wanted else pb.TRANSPORT_STREAM
+
+    def _drop_session(self) -> None:
+        if self._session is not None:
+            self._session.end()
+            self._session = None
+
+    def _call(self, rpc: Callable[..., Reply], request: object) -> Reply:
+        try:
+            return rpc(request, timeout=self._timeout)
+        except grpc.RpcError as error:
+            translated = from_rpc(error)
+            if translated.code == "STALE_BOOT" and self._session is not None:
+                self._session.alive.clear()
+            raise translated from error
+
+
+def _host_id() -> str:
+    """Equal for processes of one machine; empty where it cannot be known."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,164 @@
+"""One agent call as the worker sees it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import TypeVar
+
+import grpc
+
+from kvcache_client.buffers import Buffers
+from kvcache_client.errors import CacheError, from_rpc
+from kvcache_proto.v1 import kvcache_pb2 as pb
+from kvcache_proto.v1 import kvcache_pb2_grpc
+from kvcache_proto.v1.tensors import FrameError, FrameWriter, frames, ranges
+
+Reply = TypeVar("Reply")
+
+
+class Turn:
+    """An open turn: its plan, its buffer, and the calls that follow. Leave it with settle() or release().
+
+    buffer: [layers, 2 (K, V), plan.buffer_tokens, kv_heads, head_dim] as bytes. Columns: the prompt, then the reserve
+    for decoded tokens, then the probe columns. The worker writes its own KV into the same buffer.
+    """
+
+    def __init__(
+        self,
+        stub: kvcache_pb2_grpc.TurnsStub,
+        plan: pb.OpenTurnReply,
+        buffers: Buffers,
+        *,
+        planes: int,
+        row_bytes: int,
+        reserve: int,
+        dtype: pb.DType,
+        timeout: float,
+    ) -> None:
+        self._stub = stub
+        self._buffers = buffers
+        self._planes = planes
+        self._row = row_bytes
+        self._reserve = reserve
+        self._dtype = dtype
+        self._timeout = timeout
+        self._over = False
+        self._private: bytearray | None = None
+        self.plan = plan
+        self.fetch_seconds = 0.0
+        size = planes * plan.buffer_tokens * row_bytes
+        if plan.buffer_path:
+            self.buffer = buffers.map(plan.buffer_path, plan.buffer_bytes)[:size]
+        else:
+            self._private = buffers.take(size)
+            self.buffer = memoryview(self._private)[:size]
+
+    @property
+    def fresh(self) -> list[int]:
+        """Prompt positions that the worker computes, ascending."""
+        return [p for s in self.plan.segments for p in s.fresh]
+
+    @property
+    def reuses(self) -> bool:
+        """True when the service has KV for this turn."""
+        return len(self.fresh) < self.plan.prompt_tokens
+
+    def fetch(self) -> None:
+        """Bring the assembled KV into `buffer`. Raises CacheError; the caller prefills then."""
+        started = time.perf_counter()
+        writer = FrameWriter(self.buffer, self._fetch_wire())
+        summary = None
+
+        def read() -> None:
+            nonlocal summary
+            for reply in self._stub.FetchTurn(pb.FetchTurnRequest(turn_id=self.plan.turn_id), timeout=self._timeout):
+                if reply.WhichOneof("part") == "frame":
+                    writer.write(reply.frame)
+                else:
+                    summary = reply.summary
+            if self._private is not None:
+                writer.finish()
+
+        _call(read)
+        if summary is None:
+            raise CacheError("MISS", "the service ended the stream early", fix="prefill")
+        self.fetch_seconds = time.perf_counter() - started
+
+    def observe(self, start: int, tokens: int) -> None:
+        """Hand over KV that the worker computed at positions [start, start + tokens)."""
+        header = pb.ObserveHeader(turn_id=self.plan.turn_id, start=start, tokens=tokens, dtype=self._dtype)
+
+        def requests() -> Iterator[pb.ObserveRequest]:
+            yield pb.ObserveRequest(header=header)
+            if self._private is not None:
+                for frame in frames(self.buffer, self._wire([(start, start + tokens)])):
+                    yield pb.ObserveRequest(frame=frame)
+
+        _call(lambda: self._stub.Observe(requests(), timeout=self._timeout))
+
+    def settle(
+        self,
+        verdict: pb.Verdict,
+        *,
+        reason: pb.Reason = pb.REASON_UNSPECIFIED,
+        finish_reason: pb.FinishReason = pb.FINISH_REASON_UNSPECIFIED,
+        output_token_ids: Sequence[int] = (),
+        output_kv_tokens: int = 0,
+        probes: Iterable[pb.ProbeResidual] = (),
+        ttft_seconds: float = 0.0,
+        first_forward_seconds: float = 0.0,
+    ) -> pb.SettleTurnReply:
+        """Verdict and measurements; the service commits once, however often this is repeated."""
+        request = pb.SettleTurnRequest(
+            turn_id=self.plan.turn_id,
+            verdict=verdict,
+            reason=reason,
+            finish_reason=finish_reason,
+            output_token_ids=output_token_ids,
+            output_kv_tokens=output_kv_tokens,
+            probes=probes,
+            timing=pb.Timing(
+                ttft_seconds=ttft_seconds, first_forward_seconds=first_forward_seconds, fetch_seconds=self.fetch_seconds
+            ),
+        )
+        reply = _call(lambda: self._stub.SettleTurn(request, timeout=self._timeout))
+        self._close()
+        return reply
+
+    def release(self) -> None:
+        """Give the turn up; never raises. A service that is gone has nothing left to free."""
+        if not self._over:
+            try:
+                _call(lambda: self._stub.Release(pb.ReleaseRequest(turn_id=self.plan.turn_id), timeout=self._timeout))
+            except CacheError:
+                pass
+            self._close()
+
+    def __enter__(self) -> Turn:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.release()
+
+    def _close(self) -> None:
+        if not self._over and self._private is not None:
+            self._buffers.give_back(self._private)
+        self._over = True
+
+    def _fetch_wire(self) -> list[tuple[int, int]]:
+        prompt, total = self.plan.prompt_tokens, self.plan.buffer_tokens
+        return self._wire([(0, prompt), (prompt + self._reserve, total)])
+
+    def _wire(self, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        return ranges(self._planes, self.plan.buffer_tokens, self._row, spans)
+
+
+def _call(rpc: Callable[[], Reply]) -> Reply:
+    try:
+        return rpc()
+    except grpc.RpcError as error:
+        raise from_rpc(error) from error
+    except FrameError as error:
+        raise CacheError("CHECKSUM", str(error), fix="prefill") from error

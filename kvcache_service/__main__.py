@@ -1,0 +1,127 @@
+"""Composition root: builds everything, passes it by argument, starts, drains."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from wsgiref.simple_server import WSGIServer
+
+import torch
+from prometheus_client import start_http_server
+
+from kvcache_service.catalog.embedded import EmbeddedServer
+from kvcache_service.catalog.store import Catalog, Limits
+from kvcache_service.config import Config, host_budget, refuse_unknown_environment
+from kvcache_service.engine.engine import Engine, EngineSettings
+from kvcache_service.engine.plan import Reason
+from kvcache_service.engine.planning import PlanSettings
+from kvcache_service.errors import Code
+from kvcache_service.prompt import Policy
+from kvcache_service.rpc.server import Server
+from kvcache_service.telemetry import Telemetry
+from kvcache_service.tiers.host import HostTier
+from kvcache_service.tiers.shared import SharedDirectory
+
+log = logging.getLogger("kvcache")
+_GRACE_SECONDS = 10.0
+
+
+def host_id() -> str:
+    """Equal for processes of one machine; what a client must show to be offered shared memory."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+@contextlib.contextmanager
+def _catalog_url(config: Config) -> Iterator[str]:
+    if config.redis_url is not None:
+        yield config.redis_url.get_secret_value()
+    else:
+        with EmbeddedServer() as server:
+            yield server.url
+
+
+def build_engine(config: Config, url: str, telemetry: Telemetry) -> Engine:
+    """Everything below the RPC layer."""
+    boot_id = secrets.token_hex(8)
+    limits = Limits(bound=config.pool_anchors, window=config.prune_window)
+    plan = PlanSettings(
+        config.min_samples, config.boundary, config.trailing, config.max_taint, config.max_error, config.gamma
+    )
+    settings = EngineSettings(
+        plan, config.session_bytes, config.max_prompt_tokens, config.lease_seconds, config.residual_limit
+    )
+    return Engine(
+        settings,
+        HostTier(host_budget(config)),
+        lambda on_delete: Catalog(url, boot_id, limits, timeout=config.redis_timeout, on_delete=on_delete),
+        SharedDirectory(config.shared_memory_dir, boot_id),
+        telemetry,
+        boot_id=boot_id,
+    )
+
+
+def new_telemetry() -> Telemetry:
+    return Telemetry(
+        reasons=[r.name.lower() for r in Reason if r is not Reason.NONE],
+        policies=[p.value for p in Policy],
+        codes=[c.name.lower() for c in Code],
+    )
+
+
+async def serve(config: Config) -> None:
+    """Run until SIGTERM or SIGINT, then drain. Prints one line with the addresses when ready."""
+    telemetry = new_telemetry()
+    with contextlib.ExitStack() as stack:
+        url = stack.enter_context(_catalog_url(config))
+        engine = build_engine(config, url, telemetry)
+        stack.callback(engine.close)
+        executor = stack.enter_context(ThreadPoolExecutor(config.threads, thread_name_prefix="engine"))
+        server = Server(
+            engine, telemetry, executor, listen=config.listen, host_id=host_id(), shared_memory_dir=config.shared_memory_dir
+        )
+        metrics = stack.enter_context(_metrics(config, telemetry))
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        await server.start()
+        host = config.listen.rpartition(":")[0]
+        print(f"kvcache ready grpc={host}:{server.port} metrics=http://{metrics} catalog={_masked(url)}", flush=True)
+        await stop.wait()
+        log.info("draining")
+        await server.drain(_GRACE_SECONDS)
+
+
+@contextlib.contextmanager
+def _metrics(config: Config, telemetry: Telemetry) -> Iterator[str]:
+    host, _, port = config.metrics_listen.rpartition(":")
+    server: WSGIServer
+    server, thread = start_http_server(int(port), host, telemetry.registry)
+    try:
+        yield f"{host}:{server.server_port}/metrics"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def _masked(url: str) -> str:
+    return url.rpartition("@")[2] if "@" in url else url
+
+
+def main(config: Config) -> None:
+    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
+    torch.set_grad_enabled(False)
+    asyncio.run(serve(config))
+
+
+if __name__ == "__main__":
+    refuse_unknown_environment(dict(os.environ))
+    main(Config())  # type: ignore[call-arg]

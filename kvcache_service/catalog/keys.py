@@ -1,0 +1,47 @@
+"""Every Redis key. The hash tag {tenant:model} keeps all keys of one commit in one cluster slot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PREFIX = "kvcache:1"
+
+
+@dataclass(frozen=True, order=True)
+class Group:
+    """What shares one hash tag: one tenant's use of one model."""
+
+    tenant: str
+    model_id: str
+
+    @property
+    def tag(self) -> str:
+        return f"{PREFIX}:{{{self.tenant}:{self.model_id}}}"
+
+    @property
+    def revision(self) -> str:
+        return f"{self.tag}:revision"
+
+    @property
+    def events(self) -> str:
+        return f"{self.tag}:events"
+
+    @property
+    def epoch(self) -> str:
+        return f"{self.tag}:epoch"
+
+    def turn(self, turn_id: str) -> str:
+        return f"{self.tag}:turn:{turn_id}"
+
+
+@dataclass(frozen=True, order=True)
+class PoolKey:
+    """The anchor pool of one placeholder name; offsets are comparable within one origin only."""
+
+    group: Group
+    placeholder: str
+    origin: str
+
+    @property
+    def key(self) -> str:
+        return f"{self.group.tag}:pool:{self.origin}:{self.placeholder}"

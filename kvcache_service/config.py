@@ -1,0 +1,69 @@
+"""The one configuration: defaults, a TOML file, KVCACHE_ environment and flags, read once."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pydantic import Field, SecretStr
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+PREFIX = "KVCACHE_"
+
+
+class Config(BaseSettings):
+    """Settings of the service. Sizes in bytes, times in seconds; unknown names are refused."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True)
+
+    listen: str = Field("127.0.0.1:50051", description="gRPC address; port 0 picks a free one")
+    metrics_listen: str = Field("127.0.0.1:9464", description="address of /metrics; port 0 picks a free one")
+    redis_url: SecretStr | None = Field(None, description="Redis or Valkey URL; none: an embedded Valkey")
+    redis_timeout: float = Field(1.0, gt=0, description="seconds before the metadata store counts as down")
+    host_bytes: int | None = Field(None, gt=0, description="host tier budget; none: half of the memory that is free at start")
+    shared_memory_dir: Path = Field(Path("/dev/shm"), description="where session buffers lie")
+    session_bytes: int = Field(2 << 30, gt=0, description="buffer bytes that one session may hold")
+    max_prompt_tokens: int = Field(32768, gt=0, description="longest prompt plus reserve")
+    lease_seconds: float = Field(120.0, gt=0, description="a turn that is not settled by then is released")
+    threads: int = Field(8, gt=0, description="worker threads for tensor and metadata work")
+    pool_anchors: int = Field(20, ge=2, description="V, anchors per pool")
+    prune_window: int = Field(5, ge=1, description="prune the least used among this many oldest anchors")
+    gamma: float = Field(0.3, gt=0, description="entropy gate of the paper policy")
+    min_samples: int = Field(8, ge=1, description="verified samples before the guarded policy uses a slot")
+    boundary: int = Field(4, ge=0, description="leading tokens of every approximated segment that are recomputed")
+    trailing: int = Field(16, ge=1, description="tokens of the last segment that are recomputed")
+    max_taint: int = Field(4, ge=0, description="how often KV may build on approximated KV")
+    max_error: float = Field(1.0, gt=0, description="held-out predictor error, relative to no correction, that stops reuse")
+    residual_limit: float = Field(0.05, gt=0, description="probe residual that stops a turn's reuse")
+    log_level: str = Field("info", pattern="^(debug|info|warning|error)$")
+
+
+def refuse_unknown_environment(environment: dict[str, str]) -> None:
+    """Raises ValueError for a KVCACHE_ variable that no setting reads: a typo must not pass silently."""
+    known = {PREFIX + name.upper() for name in Config.model_fields}
+    unknown = sorted(name for name in environment if name.startswith(PREFIX) and name not in known)
+    if unknown:
+        raise ValueError(f"unknown setting {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+
+
+def memory_limit() -> int:
+    """Bytes this process may use: the cgroup limit where one is set, else what is available now."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(name).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            return min(int(text), available)
+    return available
+
+
+def host_budget(config: Config) -> int:
+    """The host tier's bytes. Raises ValueError when the configured budget cannot fit."""
+    limit = memory_limit()
+    if config.host_bytes is None:
+        return limit // 2
+    if config.host_bytes > limit:
+        raise ValueError(f"host_bytes is {config.host_bytes}, but only {limit} bytes of memory are free; lower {PREFIX}HOST_BYTES")
+    return config.host_bytes

@@ -1,0 +1,457 @@
+"""The turn: open, assemble, observe, settle. The only module that touches tiers and catalog together."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kvcache_service.catalog.keys import Group, PoolKey
+from kvcache_service.catalog.store import Catalog
+from kvcache_service.engine import assembly
+from kvcache_service.engine.cost import CostModel
+from kvcache_service.engine.memory import Memory
+from kvcache_service.engine.plan import Action, Plan, Reason
+from kvcache_service.engine.planning import Planner, PlanSettings, bypass
+from kvcache_service.engine.sessions import Phase, Session, Settled, Settlement, Turn, Verdict
+from kvcache_service.engine.update import Update
+from kvcache_service.errors import Code, KVCacheError, invalid
+from kvcache_service.geometry import Geometry
+from kvcache_service.kernels import cpu
+from kvcache_service.prompt import Fixed, Policy, Template, check_tokens, lay_out, tokens_key
+from kvcache_service.telemetry import Telemetry, TurnReport
+from kvcache_service.tiers.host import HostTier
+from kvcache_service.tiers.shared import BufferPool, SharedDirectory
+
+_REMEMBERED = 20_000  # finished turns, so that a repeated call gets its first answer
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Bounds of the service; seconds and bytes."""
+
+    plan: PlanSettings
+    session_bytes: int
+    max_prompt_tokens: int
+    lease_seconds: float
+    residual_limit: float
+
+
+@dataclass(frozen=True)
+class Opened:
+    turn: Turn
+    match_seconds: float
+
+
+class Engine:
+    """Thread-safe. Every public call either does all that it says or raises KVCacheError and changes nothing."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        tier: HostTier,
+        catalog: Callable[[Callable[[PoolKey, str], None]], Catalog],
+        shared: SharedDirectory,
+        telemetry: Telemetry,
+        *,
+        boot_id: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings = settings
+        self.boot_id = boot_id
+        self._tier = tier
+        self._shared = shared
+        self._telemetry = telemetry
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._learning = threading.Lock()
+        self._memory = Memory(tier)
+        self._catalog = catalog(self._drop_anchor)
+        self._catalog_up = True
+        self._models: dict[str, Geometry] = {}
+        self._costs: dict[str, CostModel] = {}
+        self._templates: dict[tuple[str, str], Template] = {}
+        self._prefix_digests: dict[str, bytes] = {}
+        self._sessions: dict[str, Session] = {}
+        self._turns: dict[str, Turn] = {}
+        self._finished: OrderedDict[str, tuple[str, Settlement, Settled] | None] = OrderedDict()
+        telemetry.watch(self.gauges)
+
+    # Sessions
+
+    def open_session(self, tenant: str) -> str:
+        session_id = secrets.token_hex(16)
+        limit = self.settings.session_bytes
+        with self._lock:
+            self._sessions[session_id] = Session(session_id, tenant, BufferPool(self._shared, limit), BufferPool(None, limit))
+        return session_id
+
+    def close_session(self, session_id: str) -> None:
+        """Free all that the session holds. Unknown sessions are ignored."""
+        with self._lock:
+            session = self._sessions.pop(session_id, None)
+            turns = list(session.turns.values()) if session else []
+        for turn in turns:
+            self._release(turn)
+        if session:
+            session.shared.close()
+            session.private.close()
+
+    def sweep(self) -> None:
+        """Release turns whose lease has run out."""
+        now = self._clock()
+        with self._lock:
+            expired = [t for t in self._turns.values() if t.deadline <= now]
+        for turn in expired:
+            self._release(turn)
+
+    # Registration
+
+    def register_model(self, geometry: Geometry) -> str:
+        with self._lock:
+            self._models[geometry.model_id] = geometry
+            self._costs.setdefault(geometry.model_id, CostModel())
+        return geometry.model_id
+
+    def register_template(self, tenant: str, template: Template) -> tuple[str, list[int]]:
+        """Returns the template id and the ordinals of fixed segments without base KV."""
+        geometry = self.model(template.model_id)
+        for ordinal, segment in enumerate(template.segments):
+            if isinstance(segment, Fixed):
+                check_tokens(segment.token_ids, geometry.vocab_size, f"segments[{ordinal}].fixed")
+        group = Group(tenant, template.model_id)
+        first = template.segments[0]
+        with self._lock:
+            self._templates[tenant, template.template_id] = template
+            prefix = isinstance(first, Fixed) and self._tier.has(self._memory.exact_key(group, tokens_key(first.token_ids), 0))
+            return template.template_id, self._memory.missing_fixed(tenant, template, prefix)
+
+    def model(self, model_id: str) -> Geometry:
+        geometry = self._models.get(model_id)
+        if geometry is None:
+            raise KVCacheError(Code.UNKNOWN_MODEL, f"model {model_id!r}", field="model_id", fix="call RegisterModel first")
+        return geometry
+
+    def put_prefix(self, tenant: str, model_id: str, token_ids: tuple[int, ...], kv: Tensor) -> tuple[str, bool]:
+        """Store exact KV of a prompt prefix. Returns its key and whether the same bytes were there already.
+
+        kv: [layers, 2, tokens, kv_heads, head_dim] at positions 0 … tokens − 1. Other bytes under the key: CONFLICT.
+        """
+        geometry = self.model(model_id)
+        if not token_ids:
+            raise invalid("token_ids", "no tokens", "send at least one")
+        check_tokens(token_ids, geometry.vocab_size, "token_ids")
+        if tuple(kv.shape) != geometry.shape(len(token_ids)):
+            raise invalid("shape", f"{list(kv.shape)}", f"send {list(geometry.shape(len(token_ids)))}")
+        if kv.dtype != geometry.dtype:
+            raise invalid("dtype", f"{kv.dtype}", f"send {geometry.dtype}")
+        _refuse_non_finite(kv)
+        digest = hashlib.blake2b(kv.contiguous().view(torch.uint8).numpy(), digest_size=16).digest()
+        key = self._memory.exact_key(Group(tenant, model_id), tokens_key(token_ids), 0)
+        with self._lock:
+            if self._tier.has(key):
+                if self._prefix_digests.get(key) == digest:
+                    return key, True
+                raise KVCacheError(Code.CONFLICT, "other KV is stored for this prefix", field="token_ids", fix="use what is stored")
+        canonical = cpu.canonicalise(kv, torch.arange(len(token_ids)), geometry.rope)
+        with self._lock:
+            self._tier.put(key, canonical)
+            self._prefix_digests[key] = digest
+            self._memory.layer_zero(geometry).learn(token_ids, canonical)
+        return key, False
+
+    # The turn
+
+    def open_turn(
+        self,
+        tenant: str,
+        session_id: str,
+        request_id: str,
+        template_id: str,
+        samples: Mapping[str, tuple[int, ...]],
+        *,
+        reserve: int,
+        share: bool,
+        policy: Policy | None,
+    ) -> Opened:
+        """Plan a turn and lease what the plan needs. The same request id returns the same turn."""
+        started = self._clock()
+        with self._lock:
+            session = self._session(tenant, session_id)
+            if request_id in session.requests:
+                return Opened(self._find(tenant, session.requests[request_id]), 0.0)
+            template = self._templates.get((tenant, template_id))
+            if template is None:
+                raise KVCacheError(
+                    Code.UNKNOWN_TEMPLATE, f"template {template_id!r}", field="template_id", fix="call RegisterTemplate first"
+                )
+            geometry = self._models[template.model_id]
+            for name, token_ids in samples.items():
+                check_tokens(token_ids, geometry.vocab_size, f"samples[{name!r}].token_ids")
+            spans = lay_out(template, samples)
+            total = spans[-1].end + reserve
+            longest = min(self.settings.max_prompt_tokens, geometry.max_positions)
+            if not spans[-1].end:
+                raise invalid("samples", "the prompt is empty", "send at least one token")
+            if total > longest:
+                raise invalid("samples", f"{total} tokens with the reserve", f"stay within {longest}")
+            group = Group(tenant, template.model_id)
+            planner = Planner(self.settings.plan, self._memory, self._catalog.anchors, group, template)
+            plan = self._weigh_cost(planner.plan(samples, spans, policy or template.policy), geometry)
+            columns = plan.prompt_tokens + reserve + len(plan.probe)
+            buffer = (session.shared if share else session.private).take(columns * geometry.token_bytes)
+            turn = Turn(
+                turn_id=secrets.token_hex(16),
+                tenant=tenant,
+                session_id=session_id,
+                template=template,
+                geometry=geometry,
+                plan=plan,
+                reserve=reserve,
+                buffer=buffer,
+                lease=self._tier.lease(plan.keys),
+                deadline=self._clock() + self.settings.lease_seconds,
+            )
+            self._turns[turn.turn_id] = session.turns[turn.turn_id] = turn
+            session.requests[request_id] = turn.turn_id
+        elapsed = self._clock() - started
+        self._telemetry.match.observe(elapsed)
+        return Opened(turn, elapsed)
+
+    def assemble(self, tenant: str, turn_id: str) -> tuple[Turn, float]:
+        """Write the turn's KV into its buffer, once. Returns the seconds that it took."""
+        turn = self._find(tenant, turn_id)
+        with turn.lock:
+            self._require(turn, Phase.PLANNED, Phase.ASSEMBLED)
+            if turn.phase is Phase.ASSEMBLED:
+                return turn, 0.0
+            started = self._clock()
+            assembly.assemble(turn.tensor, turn.plan, turn.geometry, turn.reserve)
+            turn.phase = Phase.ASSEMBLED
+            elapsed = self._clock() - started
+        self._telemetry.assembly.observe(elapsed)
+        return turn, elapsed
+
+    def check_observation(self, tenant: str, turn_id: str, start: int, tokens: int, dtype: torch.dtype) -> Turn:
+        """The turn, when [start, start + tokens) lies within prompt and reserve."""
+        turn = self._find(tenant, turn_id)
+        self._require(turn, Phase.PLANNED, Phase.ASSEMBLED)
+        if dtype != turn.geometry.dtype:
+            raise invalid("dtype", f"{dtype}", f"send {turn.geometry.dtype}")
+        if not tokens or start + tokens > turn.plan.prompt_tokens + turn.reserve:
+            raise invalid(
+                "tokens", f"[{start}, {start + tokens})", f"stay within prompt and reserve, {turn.plan.prompt_tokens + turn.reserve} tokens"
+            )
+        return turn
+
+    def observe(self, turn: Turn, start: int, tokens: int) -> int:
+        """Stage what the worker computed: pure dense segments and decoded tokens. Returns the staged bytes.
+
+        The KV lies in the turn's buffer already, at its own columns. Nothing outside the turn changes.
+        """
+        end = start + tokens
+        prompt = turn.plan.prompt_tokens
+        wanted = [(s.span.start, s.span.end) for s in turn.plan.pure() if start <= s.span.start and s.span.end <= end]
+        if end > prompt:
+            wanted.append((max(start, prompt), end))
+        with turn.lock:
+            self._require(turn, Phase.PLANNED, Phase.ASSEMBLED)
+            staged = {a: assembly.take_out(turn.tensor, a, b, turn.geometry) for a, b in wanted if a < b}
+            for kv in staged.values():
+                _refuse_non_finite(kv)
+            turn.staged.update(staged)
+            return sum(kv.nbytes for kv in staged.values())
+
+    def settle(self, tenant: str, turn_id: str, settlement: Settlement) -> Settled:
+        """Verify and update, or fall back: one commit for all pools of the turn; then everything is given back.
+
+        The same settlement again returns the first result; another one for a settled turn is a STATE error.
+        """
+        with self._lock:
+            done = self._finished.get(turn_id)
+        if done is not None and done[0] == tenant:
+            return self._repeat(done, settlement)
+        turn = self._find(tenant, turn_id)
+        started = self._clock()
+        with turn.lock:
+            if turn.result is not None:
+                return self._repeat(self._finished[turn_id], settlement)
+            self._require(turn, Phase.PLANNED, Phase.ASSEMBLED)
+            update = Update(turn, settlement, self._memory, self.settings.plan.max_taint)
+            update.validate()
+            with self._lock:
+                update.collect()
+            committed = self._commit(update)
+            for name, count in update.counts().items():
+                self._telemetry.candidates.labels(name).inc(count)
+            turn.result = Settled(update.candidates, len(update.accepted), tuple(update.refused), committed)
+            turn.phase = Phase.SETTLED
+        self._finish(turn, settlement, turn.result)
+        self._report(turn, settlement)
+        self._telemetry.settle.observe(self._clock() - started)
+        return turn.result
+
+    def release(self, tenant: str, turn_id: str) -> bool:
+        """Give the turn up. False when it was over already."""
+        with self._lock:
+            turn = self._turns.get(turn_id)
+        if turn is None or turn.tenant != tenant:
+            return False
+        self._release(turn)
+        return True
+
+    # Views
+
+    def gauges(self) -> dict[str, float]:
+        sizes = self._catalog.pool_sizes()
+        with self._lock:
+            return {
+                "kvcache_sessions": len(self._sessions),
+                "kvcache_open_turns": len(self._turns),
+                "kvcache_leases": self._tier.leases,
+                "kvcache_leased_bytes": self._tier.leased_bytes,
+                "kvcache_host_used_bytes": self._tier.used_bytes,
+                "kvcache_host_budget_bytes": self._tier.budget,
+                "kvcache_host_evictions": self._tier.evictions,
+                "kvcache_buffer_bytes": sum(s.held_bytes for s in self._sessions.values()),
+                "kvcache_pools": len(sizes),
+                "kvcache_anchors": sum(sizes.values()),
+                "kvcache_slots": len(self._memory.statistics),
+                "kvcache_predictor_bytes": self._memory.predictor_bytes,
+                "kvcache_catalog_up": float(self._catalog_up),
+            }
+
+    def check_catalog(self) -> bool:
+        """A real call to the metadata store; for health."""
+        self._catalog_up = self._catalog.ping()
+        return self._catalog_up
+
+    def close(self) -> None:
+        for session_id in list(self._sessions):
+            self.close_session(session_id)
+        self._catalog.close()
+        self._shared.close()
+
+    def check(self) -> None:
+        """Assert the invariants; for tests and post-mortems."""
+        with self._lock:
+            self._tier.check()
+            assert self._turns.keys() == {t for s in self._sessions.values() for t in s.turns}
+            assert self._tier.leases == len(self._turns)
+
+    # Inside
+
+    def _session(self, tenant: str, session_id: str) -> Session:
+        session = self._sessions.get(session_id)
+        if session is None or session.tenant != tenant:
+            raise KVCacheError(Code.STALE_BOOT, "unknown session", field="session_id", fix="call Attach, then register again")
+        return session
+
+    def _find(self, tenant: str, turn_id: str) -> Turn:
+        with self._lock:
+            turn = self._turns.get(turn_id)
+            known = turn_id in self._finished
+        if turn is not None and turn.tenant == tenant:
+            return turn
+        if known:
+            raise KVCacheError(Code.LEASE_EXPIRED, f"turn {turn_id!r} is over", field="turn_id", fix="prefill, or open a new turn")
+        raise KVCacheError(Code.UNKNOWN_TURN, f"turn {turn_id!r}", field="turn_id", fix="call OpenTurn first")
+
+    def _require(self, turn: Turn, *phases: Phase) -> None:
+        if turn.phase is Phase.RELEASED or turn.deadline <= self._clock():
+            raise KVCacheError(Code.LEASE_EXPIRED, "the turn's lease has run out", field="turn_id", fix="prefill, or open a new turn")
+        if turn.phase not in phases:
+            raise KVCacheError(Code.STATE, f"the turn is {turn.phase.name.lower()}", field="turn_id", fix="open a new turn")
+
+    def _weigh_cost(self, plan: Plan, geometry: Geometry) -> Plan:
+        model = self._costs[geometry.model_id]
+        exact = sum(len(s.span.token_ids) for s in plan.segments if s.action is Action.EXACT)
+        fetched = assembly.fetched_tokens(plan) * geometry.token_bytes
+        reuse = model.predict(len(plan.fresh), plan.prompt_tokens, fetched)
+        dense = model.predict(plan.prompt_tokens - exact, plan.prompt_tokens, exact * geometry.token_bytes)
+        plan = replace(plan, predicted_reuse=reuse, predicted_dense=dense)
+        return bypass(plan, Reason.COST) if plan.approximated and reuse > dense > 0.0 else plan
+
+    def _commit(self, update: Update) -> bool:
+        """Pools first (one atomic step), then what only this node holds. Losing the catalog loses only the pools' part."""
+        commit, committed = update.commit(), True
+        if commit is not None:
+            try:
+                outcome = self._catalog.commit(commit)
+                update.accepted = outcome.accepted
+                self._catalog_up = True
+            except KVCacheError:
+                self._catalog_up = committed = False
+                self._telemetry.commit_failures.inc()
+        with self._lock:
+            update.keep_local()
+        with self._learning:
+            update.learn(self._lock)
+        return committed
+
+    def _repeat(self, done: tuple[str, Settlement, Settled] | None, settlement: Settlement) -> Settled:
+        assert done is not None
+        if done[1].verdict is not settlement.verdict:
+            raise KVCacheError(
+                Code.STATE, f"the turn was settled as {done[1].verdict.name.lower()}", field="verdict", fix="settle a turn once"
+            )
+        return replace(done[2], repeated=True)
+
+    def _release(self, turn: Turn) -> None:
+        with turn.lock:
+            if turn.phase in (Phase.SETTLED, Phase.RELEASED):
+                return
+            turn.phase = Phase.RELEASED
+        self._finish(turn, None, None)
+        self._telemetry.turn(TurnReport("aborted", turn.plan.policy.value, "none", turn.plan.prompt_tokens, 0, 0, 0.0))
+
+    def _finish(self, turn: Turn, settlement: Settlement | None, result: Settled | None) -> None:
+        turn.lease.release()
+        turn.staged.clear()
+        with self._lock:
+            del self._turns[turn.turn_id]
+            session = self._sessions.get(turn.session_id)
+            if session is not None:
+                del session.turns[turn.turn_id]
+                session.requests = {r: t for r, t in session.requests.items() if t != turn.turn_id}
+                (session.shared if turn.buffer.path else session.private).give_back(turn.buffer)
+            self._finished[turn.turn_id] = (turn.tenant, settlement, result) if settlement and result else None
+            while len(self._finished) > _REMEMBERED:
+                self._finished.popitem(last=False)
+
+    def _report(self, turn: Turn, settlement: Settlement) -> None:
+        plan, geometry = turn.plan, turn.geometry
+        fresh = len(plan.fresh)
+        reused = plan.prompt_tokens - fresh
+        dense = sum(len(s.fresh) for s in plan.segments if s.action is Action.DENSE)
+        outcome, reason = "partial" if dense and reused else "dense" if dense else "reuse", plan.reason
+        if settlement.verdict is Verdict.ABORTED:
+            outcome = "aborted"
+        elif settlement.verdict is Verdict.REJECTED:
+            outcome, reason, reused = "dense", settlement.reason, 0
+        self._telemetry.turn(
+            TurnReport(outcome, plan.policy.value, reason.name.lower(), plan.prompt_tokens, reused, fresh - dense, settlement.ttft)
+        )
+        if settlement.fetch > 0:
+            self._telemetry.fetch.observe(settlement.fetch)
+        if settlement.verdict is Verdict.ACCEPTED and settlement.first_forward > 0:
+            overhead = max(0.0, settlement.ttft - settlement.first_forward)
+            fetched = assembly.fetched_tokens(plan) * geometry.token_bytes
+            with self._lock:
+                self._costs[geometry.model_id].report(fresh, plan.prompt_tokens, settlement.first_forward, fetched, overhead)
+
+    def _drop_anchor(self, pool: PoolKey, sample: str) -> None:
+        with self._lock:
+            self._memory.drop_anchor(pool, sample)
+
+
+def _refuse_non_finite(kv: Tensor) -> None:
+    if not bool(torch.isfinite(kv).all()):
+        raise invalid("data", "the KV holds NaN or Inf", "send finite values")

@@ -1,0 +1,137 @@
+"""Values of one turn: what was decided per segment, and where its KV comes from."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from kvcache_service.catalog.keys import PoolKey
+from kvcache_service.predictor import LinearMap
+from kvcache_service.prompt import Policy, Span
+
+
+class Action(enum.Enum):
+    """Names equal the protocol's."""
+
+    EXACT = enum.auto()
+    REUSE = enum.auto()
+    DENSE = enum.auto()
+
+
+class Reason(enum.Enum):
+    """Why a segment or a turn is dense. Names equal the protocol's; NONE is its UNSPECIFIED."""
+
+    NONE = enum.auto()
+    POLICY_OFF = enum.auto()
+    ROLE = enum.auto()
+    MISS = enum.auto()
+    WARMING = enum.auto()
+    LENGTH = enum.auto()
+    ENTROPY = enum.auto()
+    TAINT = enum.auto()
+    QUALITY = enum.auto()
+    RESIDUAL = enum.auto()
+    COST = enum.auto()
+    SERVICE = enum.auto()
+
+
+@dataclass(frozen=True)
+class Repositioned:
+    """base rotated into place, nothing added. Exact where the base was computed behind this very prefix."""
+
+    base: Tensor
+
+
+@dataclass(frozen=True)
+class Blended:
+    """base + Σ w·offset (paper)."""
+
+    base: Tensor
+    offsets: tuple[Tensor, ...]
+    weights: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """base + linear map of base (guarded)."""
+
+    base: Tensor
+    map: LinearMap
+
+
+Source = Repositioned | Blended | Mapped
+
+
+@dataclass(frozen=True)
+class SegmentPlan:
+    """One segment of one turn.
+
+    source: None for a dense segment; it may cover fewer leading tokens than the span (the rest is fresh).
+    fresh: absolute positions that the worker computes; probe: those of them whose residual is judged.
+    """
+
+    span: Span
+    action: Action
+    reason: Reason = Reason.NONE
+    source: Source | None = None
+    fresh: tuple[int, ...] = ()
+    probe: tuple[int, ...] = ()
+    anchors: int = 0
+    taint: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a turn may take from the cache. keys: blobs to lease; uses: anchors that carried weight."""
+
+    policy: Policy
+    segments: tuple[SegmentPlan, ...]
+    keys: frozenset[str] = frozenset()
+    uses: tuple[tuple[PoolKey, str], ...] = ()
+    predicted_reuse: float = 0.0
+    predicted_dense: float = 0.0
+    contexts: Sequence[str] = field(default=())
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.segments[-1].span.end
+
+    @property
+    def fresh(self) -> list[int]:
+        return [p for s in self.segments for p in s.fresh]
+
+    @property
+    def probe(self) -> list[int]:
+        return [p for s in self.segments for p in s.probe]
+
+    @property
+    def claimable_prefix(self) -> int:
+        """Leading tokens that nobody has to compute, for engines that can only skip a prefix."""
+        return min(self.fresh, default=self.prompt_tokens)
+
+    @property
+    def approximated(self) -> bool:
+        return any(s.action is Action.REUSE for s in self.segments)
+
+    @property
+    def reason(self) -> Reason:
+        """The first reason for a dense segment; a turn is counted under one."""
+        return next((s.reason for s in self.segments if s.action is Action.DENSE), Reason.NONE)
+
+    @property
+    def taint(self) -> int:
+        """Taint depth of KV computed on top of this plan: 0 on exact and dense KV only."""
+        return 1 + max(s.taint for s in self.segments) if self.approximated else 0
+
+    def pure(self) -> list[SegmentPlan]:
+        """Dense segments with nothing approximated before them: their observed KV is true dense KV."""
+        out = []
+        for segment in self.segments:
+            if segment.action is Action.REUSE:
+                break
+            if segment.action is Action.DENSE:
+                out.append(segment)
+        return out

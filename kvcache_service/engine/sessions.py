@@ -1,0 +1,118 @@
+"""Sessions and turns: who holds what, until when. State only; the engine's lock guards it."""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from kvcache_service.engine.plan import Plan, Reason
+from kvcache_service.geometry import Geometry
+from kvcache_service.prompt import Template
+from kvcache_service.tiers.host import Lease
+from kvcache_service.tiers.shared import Buffer, BufferPool
+
+
+class Phase(enum.Enum):
+    """Observe -> Plan -> AnchorMatch -> Align -> Approximate -> Act -> Verify -> Update, or Fallback -> Update.
+
+    PLANNED    samples observed, anchors matched, tensors leased
+    ASSEMBLED  re-aligned and approximated KV lies in the buffer; the worker acts
+    SETTLED    verified and updated (or fallen back), everything given back
+    RELEASED   aborted or expired: nothing changed, everything given back
+    """
+
+    PLANNED = enum.auto()
+    ASSEMBLED = enum.auto()
+    SETTLED = enum.auto()
+    RELEASED = enum.auto()
+
+
+class Verdict(enum.Enum):
+    """Names equal the protocol's."""
+
+    ACCEPTED = enum.auto()
+    REJECTED = enum.auto()
+    ABORTED = enum.auto()
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Squared residuals of one segment's probe tokens, relative to the energy of the fresh KV."""
+
+    segment: int
+    corrected: float
+    repositioned: float
+
+
+@dataclass(frozen=True)
+class Settlement:
+    """What the worker says of a turn. times in seconds."""
+
+    verdict: Verdict
+    reason: Reason
+    finished: bool
+    output_token_ids: tuple[int, ...]
+    output_kv_tokens: int
+    probes: Sequence[Probe] = ()
+    ttft: float = 0.0
+    first_forward: float = 0.0
+    fetch: float = 0.0
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What became of it."""
+
+    candidates: int
+    accepted: int
+    refused: tuple[str, ...]
+    committed: bool
+    repeated: bool = False
+
+
+@dataclass
+class Turn:
+    """One agent call in flight. staged: observed position-free KV by first column."""
+
+    turn_id: str
+    tenant: str
+    session_id: str
+    template: Template
+    geometry: Geometry
+    plan: Plan
+    reserve: int
+    buffer: Buffer
+    lease: Lease
+    deadline: float
+    phase: Phase = Phase.PLANNED
+    staged: dict[int, Tensor] = field(default_factory=dict)
+    result: Settled | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def columns(self) -> int:
+        return self.plan.prompt_tokens + self.reserve + len(self.plan.probe)
+
+    @property
+    def tensor(self) -> Tensor:
+        return self.buffer.view(self.geometry.shape(self.columns), self.geometry.dtype)
+
+
+@dataclass
+class Session:
+    """One attached worker: its buffers and its turns end with it."""
+
+    session_id: str
+    tenant: str
+    shared: BufferPool
+    private: BufferPool
+    turns: dict[str, Turn] = field(default_factory=dict)
+    requests: dict[str, str] = field(default_factory=dict)  # request id -> turn id
+
+    @property
+    def held_bytes(self) -> int:
+        return self.shared.held_bytes + self.private.held_bytes

@@ -1,0 +1,202 @@
+"""Verify and update: turn what Observe staged into candidates, check them, and apply those that the commit accepts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvcache_service.catalog.keys import Group, PoolKey
+from kvcache_service.catalog.store import Commit, Insert
+from kvcache_service.engine.memory import LAYER_ZERO_TOLERANCE, Base, Memory, Slot, relative_norm
+from kvcache_service.engine.plan import Reason, SegmentPlan
+from kvcache_service.engine.sessions import Settlement, Turn, Verdict
+from kvcache_service.errors import KVCacheError, invalid
+from kvcache_service.prompt import Span, check_tokens, tokens_key
+
+
+@dataclass(frozen=True)
+class _Offset:
+    """One candidate anchor. following: dense KV, base and ordinal of the fixed segment after the placeholder."""
+
+    slot: Slot
+    sample: str
+    base_key: str
+    base: Tensor
+    offset: Tensor
+    following: tuple[Span, Tensor] | None
+
+
+@dataclass(frozen=True)
+class _NewBase:
+    placeholder: str
+    sample: str
+    base: Base
+    kv: Tensor | None  # None: the blob is stored as an exact segment already
+
+
+class Update:
+    """One turn's update. Three writers are told apart: a planned dense turn may propose anchors and bases, an
+    emergency dense turn (rejected) proposes nothing, a reuse turn proposes usage counts and the KV it decoded."""
+
+    def __init__(self, turn: Turn, settlement: Settlement, memory: Memory, max_taint: int) -> None:
+        self._turn = turn
+        self._settlement = settlement
+        self._memory = memory
+        self._max_taint = max_taint
+        self._group = Group(turn.tenant, turn.geometry.model_id)
+        self._offsets: list[_Offset] = []
+        self._bases: list[_NewBase] = []
+        self._exact: list[tuple[str, Span, Tensor]] = []
+        self.refused: list[str] = []
+        self.accepted: Sequence[Insert] = ()
+
+    @property
+    def candidates(self) -> int:
+        return len(self._offsets)
+
+    def counts(self) -> dict[str, int]:
+        """Candidates by what became of them, after the commit."""
+        accepted = len(self.accepted)
+        return {"accepted": accepted, "duplicate": self.candidates - accepted, "refused": len(self.refused)}
+
+    def validate(self) -> None:
+        """Raises INVALID when the settlement contradicts the turn; nothing has changed then."""
+        settlement, turn = self._settlement, self._turn
+        check_tokens(settlement.output_token_ids, turn.geometry.vocab_size, "output_token_ids")
+        if settlement.verdict is Verdict.ACCEPTED and not settlement.finished:
+            raise invalid("finish_reason", "an accepted turn has none", "send STOP or LENGTH")
+        if settlement.verdict is Verdict.REJECTED and settlement.reason is Reason.NONE:
+            raise invalid("reason", "a rejected turn has none", "say why the turn fell back")
+        staged = turn.staged.get(turn.plan.prompt_tokens)
+        observed = staged.shape[2] if staged is not None else 0
+        if settlement.output_kv_tokens > min(observed, len(settlement.output_token_ids)):
+            raise invalid(
+                "output_kv_tokens",
+                f"{settlement.output_kv_tokens} of {len(settlement.output_token_ids)} tokens, {observed} observed",
+                "observe the decoded KV first and count only output tokens that have KV",
+            )
+
+    def collect(self) -> None:
+        """Build and check the candidates."""
+        if self._settlement.verdict is not Verdict.ACCEPTED:
+            return
+        pure = {s.span.ordinal: s for s in self._turn.plan.pure() if s.span.start in self._turn.staged and s.span.token_ids}
+        if not self._agrees_with_layer_zero(pure.values()):
+            self.refused.append("layer0")
+            return
+        for ordinal, segment in pure.items():
+            kv = self._turn.staged[segment.span.start]
+            key = self._memory.exact_key(self._group, self._turn.plan.contexts[ordinal], segment.span.start)
+            self._exact.append((key, segment.span, kv))
+            if segment.span.placeholder:
+                self._collect_placeholder(segment.span, kv, key, pure.get(ordinal + 1))
+        self._collect_output()
+
+    def _agrees_with_layer_zero(self, pure: Iterable[SegmentPlan]) -> bool:
+        zero, turn = self._memory.layer_zero(self._turn.geometry), self._turn
+        runs = [(s.span.token_ids, turn.staged[s.span.start]) for s in pure]
+        output = turn.staged.get(turn.plan.prompt_tokens)
+        if output is not None:
+            count = self._settlement.output_kv_tokens
+            runs.append((self._settlement.output_token_ids[:count], output[:, :, :count]))
+        return all(zero.error(token_ids, kv) <= LAYER_ZERO_TOLERANCE for token_ids, kv in runs)
+
+    def _collect_placeholder(self, span: Span, kv: Tensor, key: str, following: SegmentPlan | None) -> None:
+        sample = tokens_key(span.token_ids)
+        own_origin = f"{self._turn.template.template_id}:{span.ordinal}"
+        bases = self._memory.bases(self._group, span.placeholder, sample)
+        if not bases:
+            base = Base(own_origin, len(span.token_ids), 0, key)
+            self._bases.append(_NewBase(span.placeholder, sample, base, None))
+        for base in bases:
+            if base.origin != own_origin:
+                self._collect_offset(span, kv, base, sample, following)
+
+    def _collect_offset(self, span: Span, kv: Tensor, base: Base, sample: str, following: SegmentPlan | None) -> None:
+        tensor = self._memory.tier.get(base.key)
+        if tensor is None or base.taint > self._max_taint:
+            self.refused.append("taint" if tensor is not None else "evicted")
+            return
+        offset = kv[:, :, : base.covered] - tensor
+        slot = Slot(PoolKey(self._group, span.placeholder, base.origin), self._turn.template.template_id, span.ordinal)
+        if float(offset[0].float().norm() / tensor[0].float().norm()) > LAYER_ZERO_TOLERANCE:
+            self.refused.append("layer0")
+        elif not self._memory.norm_in_band(slot, relative_norm(tensor, offset)):
+            self.refused.append("norm")
+        else:
+            after = None
+            if following is not None and not following.span.placeholder:
+                after = (following.span, self._turn.staged[following.span.start])
+            self._offsets.append(_Offset(slot, sample, base.key, tensor, offset, after))
+
+    def _collect_output(self) -> None:
+        """Decoded KV is the base of the sample that the answer becomes in other agents' prompts (T - 1 rule)."""
+        count, produces = self._settlement.output_kv_tokens, self._turn.template.produces
+        if not produces or not count:
+            return
+        taint = self._turn.plan.taint
+        if taint > self._max_taint:
+            self.refused.append("taint")
+            return
+        sample = tokens_key(self._settlement.output_token_ids)
+        origin = f"{self._turn.template.template_id}:output"
+        kv = self._turn.staged[self._turn.plan.prompt_tokens][:, :, :count].contiguous()
+        key = self._memory.base_key(self._group, produces, sample, origin)
+        if any(b.origin == origin and b.taint <= taint for b in self._memory.bases(self._group, produces, sample)):
+            return
+        self._bases.append(_NewBase(produces, sample, Base(origin, count, taint, key), kv))
+
+    def commit(self) -> Commit | None:
+        """What the catalog has to write in one step; None when the turn changes no pool."""
+        uses = self._turn.plan.uses if self._settlement.verdict is Verdict.ACCEPTED else ()
+        if not self._offsets and not uses:
+            return None
+        inserts = [Insert(o.slot.pool, o.sample, o.offset.shape[2], o.slot.name) for o in self._offsets]
+        return Commit(self._group, self._turn.turn_id, uses, inserts)
+
+    def keep_local(self) -> None:
+        """Store what belongs to this node alone. A full host tier refuses single tensors, never the turn."""
+        zero = self._memory.layer_zero(self._turn.geometry)
+        for key, span, kv in self._exact:
+            if self._put(key, kv):
+                zero.learn(span.token_ids, kv)
+                if not span.placeholder:
+                    self._memory.fixed_bases.setdefault((self._turn.tenant, self._turn.template.template_id, span.ordinal), kv)
+        for new in self._bases:
+            if new.kv is None or self._put(new.base.key, new.kv):
+                self._memory.add_base(self._group, new.placeholder, new.sample, new.base)
+                if new.kv is not None:
+                    zero.learn(self._settlement.output_token_ids[: new.base.covered], new.kv)
+
+    def learn(self, lock: threading.RLock) -> None:
+        """Add the accepted candidates to pools and predictors. `lock` guards memory; sums are solved outside it."""
+        accepted = {(i.pool, i.sample, i.slot) for i in self.accepted}
+        tenant, template_id = self._turn.tenant, self._turn.template.template_id
+        for offset in self._offsets:
+            if (offset.slot.pool, offset.sample, offset.slot.name) not in accepted:
+                continue
+            with lock:
+                predictor = self._memory.predictor(offset.slot, relative_norm(offset.base, offset.offset))
+            predictor.add(offset.base, offset.offset)
+            with lock:
+                following = None
+                if offset.following is not None:
+                    span, kv = offset.following
+                    self._memory.learn_fixed(tenant, template_id, span.ordinal, kv)
+                    fixed_base = self._memory.fixed_bases.get((tenant, template_id, span.ordinal))
+                    following = kv - fixed_base if fixed_base is not None else None
+                try:
+                    self._memory.add_anchor(offset.slot, offset.sample, offset.base_key, offset.offset, following)
+                except KVCacheError:
+                    self.refused.append("host tier full")
+
+    def _put(self, key: str, kv: Tensor) -> bool:
+        try:
+            self._memory.tier.put(key, kv)
+        except KVCacheError:
+            self.refused.append("host tier full")
+            return False
+        return True

@@ -1,0 +1,43 @@
+"""Pure functions of the paper policy: distances, weights and the gate (KVCOMM Eq. 5 to 7)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+GAMMA = 0.3
+
+
+@dataclass(frozen=True)
+class Match:
+    """weights: one per candidate, summing to 1. entropy in nats; limit: γ·log|A|."""
+
+    weights: tuple[float, ...]
+    entropy: float
+    limit: float
+
+    @property
+    def decisive(self) -> bool:
+        """False: the sample is unlike every anchor and becomes a new one."""
+        return self.entropy <= self.limit
+
+
+def distances(base: Tensor, candidates: Sequence[Tensor]) -> Tensor:
+    """RMS over all entries of base − candidate, cut to the length of base; float32, one per candidate.
+
+    RMS and not the raw norm: a norm over millions of entries saturates the softmax.
+    """
+    tokens = base.shape[2]
+    means = [torch.nn.functional.mse_loss(base.float(), c[:, :, :tokens].float()) for c in candidates]
+    return torch.stack(means).sqrt()
+
+
+def match(distance: Tensor, gamma: float = GAMMA) -> Match:
+    """w = softmax(−distance), its entropy H(w), and the gate H(w) ≤ γ·log|A|."""
+    weights = torch.softmax(-distance.double(), 0)
+    entropy = float(-(weights * weights.clamp_min(1e-300).log()).sum())
+    return Match(tuple(weights.tolist()), entropy, gamma * math.log(len(distance)))

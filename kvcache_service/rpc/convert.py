@@ -1,0 +1,157 @@
+"""Between protocol messages and domain values. Enum names agree, so the conversion is by name."""
+
+from __future__ import annotations
+
+import torch
+
+from kvcache_proto.v1 import kvcache_pb2 as pb
+from kvcache_service.engine.plan import Reason
+from kvcache_service.engine.sessions import Probe, Settlement, Turn, Verdict
+from kvcache_service.engine.engine import Opened
+from kvcache_service.errors import Code, KVCacheError, invalid
+from kvcache_service.geometry import Geometry, Pairing, Rope
+from kvcache_service.prompt import Fixed, Placeholder, Policy, Role, Template
+
+_DTYPES = {
+    pb.DTYPE_FLOAT32: torch.float32,
+    pb.DTYPE_FLOAT16: torch.float16,
+    pb.DTYPE_BFLOAT16: torch.bfloat16,
+}
+_POLICIES = {pb.POLICY_OFF: Policy.OFF, pb.POLICY_PAPER: Policy.PAPER, pb.POLICY_GUARDED: Policy.GUARDED}
+_PAIRINGS = {pb.PAIRING_HALF_SPLIT: Pairing.HALF_SPLIT, pb.PAIRING_INTERLEAVED: Pairing.INTERLEAVED}
+
+
+
+
+def dtype(value: int) -> torch.dtype:
+    if value not in _DTYPES:
+        raise invalid("dtype", f"{value}", "send FLOAT32, FLOAT16 or BFLOAT16")
+    return _DTYPES[value]
+
+
+def policy(value: int) -> Policy | None:
+    """None: the template's own."""
+    if value == pb.POLICY_UNSPECIFIED:
+        return None
+    if value not in _POLICIES:
+        raise invalid("policy", f"{value}", "send OFF, PAPER or GUARDED")
+    return _POLICIES[value]
+
+
+def policy_number(value: Policy) -> pb.Policy:
+    return next(number for number, mine in _POLICIES.items() if mine is value)
+
+
+def geometry(request: pb.RegisterModelRequest) -> Geometry:
+    if request.attention != "full":
+        raise KVCacheError(
+            Code.UNSUPPORTED_MODEL,
+            f"attention {request.attention!r}",
+            field="attention",
+            fix="only full attention over K and V per head is supported (no MLA, sliding windows or recurrence); prefill without the cache",
+        )
+    if request.rope.pairing not in _PAIRINGS:
+        raise invalid("rope.pairing", f"{request.rope.pairing}", "send HALF_SPLIT or INTERLEAVED")
+    rope = request.rope
+    return Geometry(
+        name=request.name,
+        layers=request.layers,
+        kv_heads=request.kv_heads,
+        head_dim=request.head_dim,
+        dtype=dtype(request.dtype),
+        rope=Rope(rope.type, tuple(rope.inv_freq), rope.attention_scaling, _PAIRINGS[rope.pairing], rope.rotary_dim),
+        weights_digest=request.weights_digest,
+        tokenizer_digest=request.tokenizer_digest,
+        vocab_size=request.vocab_size,
+        max_positions=request.max_positions,
+        tp_rank=request.tp_rank,
+        tp_size=request.tp_size,
+    )
+
+
+def template(request: pb.RegisterTemplateRequest) -> Template:
+    segments: list[Fixed | Placeholder] = []
+    for ordinal, segment in enumerate(request.segments):
+        kind = segment.WhichOneof("kind")
+        if kind is None:
+            raise invalid(f"segments[{ordinal}]", "neither fixed nor placeholder", "set one of them")
+        segments.append(Fixed(tuple(segment.fixed.ids)) if kind == "fixed" else Placeholder(segment.placeholder))
+    role = Role.DENSE if request.decision == pb.DECISION_DENSE else Role.REUSE
+    return Template(request.model_id, tuple(segments), role, policy(request.policy) or Policy.GUARDED, request.produces)
+
+
+def samples(request: pb.OpenTurnRequest) -> dict[str, tuple[int, ...]]:
+    out: dict[str, tuple[int, ...]] = {}
+    for sample in request.samples:
+        if sample.placeholder in out:
+            raise invalid("samples", f"{sample.placeholder!r} comes twice", "send one sample per placeholder name")
+        out[sample.placeholder] = tuple(sample.token_ids)
+    return out
+
+
+def opened(value: Opened, residual_limit: float, lease_seconds: float) -> pb.OpenTurnReply:
+    turn, plan = value.turn, value.turn.plan
+    column = plan.prompt_tokens + turn.reserve
+    segments = []
+    for segment in plan.segments:
+        segments.append(
+            pb.SegmentPlan(
+                start=segment.span.start,
+                tokens=len(segment.span.token_ids),
+                action=pb.Action.Value(f"ACTION_{segment.action.name}"),
+                reason=_reason_number(segment.reason),
+                fresh=segment.fresh,
+                anchors=segment.anchors,
+                probe=column,
+                probe_tokens=len(segment.probe),
+            )
+        )
+        column += len(segment.probe)
+    return pb.OpenTurnReply(
+        turn_id=turn.turn_id,
+        segments=segments,
+        prompt_tokens=plan.prompt_tokens,
+        claimable_prefix=plan.claimable_prefix,
+        policy=policy_number(plan.policy),
+        buffer_path=turn.buffer.path,
+        buffer_bytes=turn.buffer.capacity,
+        buffer_tokens=turn.columns,
+        lease_seconds=lease_seconds,
+        predicted_reuse_seconds=plan.predicted_reuse,
+        predicted_dense_seconds=plan.predicted_dense,
+        residual_limit=residual_limit,
+        match_seconds=value.match_seconds,
+    )
+
+
+def fetch_ranges(turn: Turn) -> list[tuple[int, int]]:
+    """Columns that a stream carries: the prompt and the probe columns, not the reserve."""
+    return [(0, turn.plan.prompt_tokens), (turn.plan.prompt_tokens + turn.reserve, turn.columns)]
+
+
+def settlement(request: pb.SettleTurnRequest) -> Settlement:
+    if request.verdict not in (pb.VERDICT_ACCEPTED, pb.VERDICT_REJECTED, pb.VERDICT_ABORTED):
+        raise invalid("verdict", f"{request.verdict}", "send ACCEPTED, REJECTED or ABORTED")
+    return Settlement(
+        verdict=Verdict[pb.Verdict.Name(request.verdict).removeprefix("VERDICT_")],
+        reason=_reason(request.reason),
+        finished=request.finish_reason != pb.FINISH_REASON_UNSPECIFIED,
+        output_token_ids=tuple(request.output_token_ids),
+        output_kv_tokens=request.output_kv_tokens,
+        probes=[Probe(p.segment, p.corrected, p.repositioned) for p in request.probes],
+        ttft=request.timing.ttft_seconds,
+        first_forward=request.timing.first_forward_seconds,
+        fetch=request.timing.fetch_seconds,
+    )
+
+
+def _reason(number: int) -> Reason:
+    if number == pb.REASON_UNSPECIFIED:
+        return Reason.NONE
+    if number not in pb.Reason.values():
+        raise invalid("reason", f"{number}", "send a value of the Reason enum")
+    return Reason[pb.Reason.Name(pb.Reason.ValueType(number)).removeprefix("REASON_")]
+
+
+def _reason_number(reason: Reason) -> pb.Reason:
+    return pb.REASON_UNSPECIFIED if reason is Reason.NONE else pb.Reason.Value(f"REASON_{reason.name}")

@@ -1,0 +1,63 @@
+"""One table from domain codes to gRPC, one context manager that translates."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+from grpc import StatusCode
+
+from kvcache_proto.v1 import kvcache_pb2 as pb
+from kvcache_service.errors import Code, KVCacheError
+from kvcache_service.telemetry import Telemetry
+
+log = logging.getLogger(__name__)
+
+DETAIL_KEY = "kvcache-error-bin"
+
+# code -> (gRPC status, may the same call succeed later?). False means: prefill.
+STATUS: dict[Code, tuple[StatusCode, bool]] = {
+    Code.INVALID: (StatusCode.INVALID_ARGUMENT, False),
+    Code.MISS: (StatusCode.NOT_FOUND, False),
+    Code.LEASE_EXPIRED: (StatusCode.FAILED_PRECONDITION, False),
+    Code.STALE_BOOT: (StatusCode.FAILED_PRECONDITION, True),
+    Code.FINGERPRINT_MISMATCH: (StatusCode.FAILED_PRECONDITION, False),
+    Code.CHECKSUM: (StatusCode.DATA_LOSS, True),
+    Code.QUOTA: (StatusCode.RESOURCE_EXHAUSTED, True),
+    Code.BUSY: (StatusCode.RESOURCE_EXHAUSTED, True),
+    Code.UNSUPPORTED_ROPE: (StatusCode.UNIMPLEMENTED, False),
+    Code.UNSUPPORTED_MODEL: (StatusCode.UNIMPLEMENTED, False),
+    Code.UNKNOWN_MODEL: (StatusCode.FAILED_PRECONDITION, True),
+    Code.UNKNOWN_TEMPLATE: (StatusCode.FAILED_PRECONDITION, True),
+    Code.UNKNOWN_TURN: (StatusCode.NOT_FOUND, False),
+    Code.TEMPLATE_MISMATCH: (StatusCode.INVALID_ARGUMENT, False),
+    Code.CONFLICT: (StatusCode.ALREADY_EXISTS, False),
+    Code.STATE: (StatusCode.FAILED_PRECONDITION, False),
+    Code.CATALOG: (StatusCode.UNAVAILABLE, True),
+    Code.INTERNAL: (StatusCode.INTERNAL, False),
+}
+
+
+@asynccontextmanager
+async def translated(context: grpc.aio.ServicerContext, telemetry: Telemetry) -> AsyncIterator[None]:
+    """Domain errors become a status with an ErrorDetail; anything else is logged, counted and INTERNAL."""
+    try:
+        yield
+    except KVCacheError as error:
+        await _abort(context, telemetry, error)
+    except (grpc.aio.AbortError, grpc.aio.UsageError):
+        raise
+    except Exception:
+        log.exception("unexpected failure in a call")
+        await _abort(context, telemetry, KVCacheError(Code.INTERNAL, "internal error", fix="prefill; see the service's log"))
+
+
+async def _abort(context: grpc.aio.ServicerContext, telemetry: Telemetry, error: KVCacheError) -> None:
+    telemetry.errors.labels(error.code.name.lower()).inc()
+    status, retry = STATUS[error.code]
+    detail = pb.ErrorDetail(
+        code=pb.ErrorCode.Value(f"ERROR_CODE_{error.code.name}"), field=error.field, fix=error.fix, retry=retry
+    )
+    await context.abort(status, str(error), ((DETAIL_KEY, detail.SerializeToString()),))

@@ -1,0 +1,77 @@
+"""Assemble the gRPC server: servicers, standard health with real checks, reflection."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Executor
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvcache_proto.v1 import kvcache_pb2 as pb
+from kvcache_proto.v1 import kvcache_pb2_grpc
+from kvcache_service.engine.engine import Engine
+from kvcache_service.rpc.servicers import KVCacheServicer, TurnsServicer
+from kvcache_service.telemetry import Telemetry
+
+_MESSAGE_BYTES = 4 << 20  # a frame, or the token ids of a long prompt
+_HOUSEKEEPING_SECONDS = 1.0
+SERVICES = ("kvcache.v1.KVCache", "kvcache.v1.Turns")
+
+
+class Server:
+    """The service on its socket. Health per service name: "" is the process, kvcache.v1.* need the metadata store."""
+
+    def __init__(
+        self, engine: Engine, telemetry: Telemetry, executor: Executor, *, listen: str, host_id: str, shared_memory_dir: Path
+    ) -> None:
+        self._engine = engine
+        self._executor = executor
+        options = [
+            ("grpc.max_receive_message_length", _MESSAGE_BYTES),
+            ("grpc.max_send_message_length", _MESSAGE_BYTES),
+            ("grpc.so_reuseport", 0),
+            # A worker that vanished without closing its connection loses its session within this time.
+            ("grpc.keepalive_time_ms", 10_000),
+            ("grpc.keepalive_timeout_ms", 10_000),
+        ]
+        self._server = grpc.aio.server(options=options)
+        kvcache = KVCacheServicer(engine, telemetry, executor, host_id=host_id, shared_memory_dir=shared_memory_dir)
+        kvcache_pb2_grpc.add_KVCacheServicer_to_server(kvcache, self._server)
+        kvcache_pb2_grpc.add_TurnsServicer_to_server(TurnsServicer(engine, telemetry, executor), self._server)
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = [s.full_name for s in pb.DESCRIPTOR.services_by_name.values()]
+        reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
+        self.port = self._server.add_insecure_port(listen)
+        self._housekeeper: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        await self._server.start()
+        await self._check()
+        self._housekeeper = asyncio.create_task(self._keep_house())
+
+    async def drain(self, grace: float) -> None:
+        """Report NOT_SERVING, let calls finish for `grace` seconds, stop."""
+        await self._health.enter_graceful_shutdown()
+        if self._housekeeper is not None:
+            self._housekeeper.cancel()
+        await self._server.stop(grace)
+
+    async def _keep_house(self) -> None:
+        while True:
+            await asyncio.sleep(_HOUSEKEEPING_SECONDS)
+            await self._run(self._engine.sweep)
+            await self._check()
+
+    async def _check(self) -> None:
+        serving = health_pb2.HealthCheckResponse.SERVING
+        up = await self._run(self._engine.check_catalog)
+        await self._health.set("", serving)
+        for name in SERVICES:
+            await self._health.set(name, serving if up else health_pb2.HealthCheckResponse.NOT_SERVING)
+
+    async def _run(self, call):  # type: ignore[no-untyped-def]
+        return await asyncio.get_running_loop().run_in_executor(self._executor, call)

@@ -1,0 +1,210 @@
+"""The two services of kvcache.v1. Tensor and metadata work runs in a thread pool, never on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Executor
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import TypeVar
+
+import grpc
+import torch
+from torch import Tensor
+
+from kvcache_proto.v1 import kvcache_pb2 as pb
+from kvcache_proto.v1 import kvcache_pb2_grpc
+from kvcache_proto.v1.tensors import FRAME_BYTES, FrameError, FrameWriter, frames, ranges
+from kvcache_service.engine.engine import Engine
+from kvcache_service.engine.sessions import Turn
+from kvcache_service.errors import Code, KVCacheError, invalid
+from kvcache_service.rpc import convert
+from kvcache_service.rpc.errors import translated
+from kvcache_service.telemetry import Telemetry
+
+PROTOCOL = 1
+TENANT = "default"  # the identity of callers on a service without authentication
+
+Result = TypeVar("Result")
+Context = grpc.aio.ServicerContext
+
+
+class _Base:
+    def __init__(self, engine: Engine, telemetry: Telemetry, executor: Executor) -> None:
+        self._engine = engine
+        self._telemetry = telemetry
+        self._executor = executor
+
+    async def _run(self, call: Callable[..., Result], *args: object, **kwargs: object) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, partial(call, *args, **kwargs))
+
+    def _translated(self, context: Context):  # type: ignore[no-untyped-def]
+        return translated(context, self._telemetry)
+
+
+class KVCacheServicer(_Base, kvcache_pb2_grpc.KVCacheServicer):
+    """Sessions, registration and exact prefixes."""
+
+    def __init__(
+        self, engine: Engine, telemetry: Telemetry, executor: Executor, *, host_id: str, shared_memory_dir: Path
+    ) -> None:
+        super().__init__(engine, telemetry, executor)
+        self._host_id = host_id
+        self._shared_memory_dir = shared_memory_dir
+
+    async def Hello(self, request: pb.HelloRequest, context: Context) -> pb.HelloReply:
+        async with self._translated(context):
+            if not request.protocol_min <= PROTOCOL <= request.protocol_max:
+                raise invalid(
+                    "protocol_min",
+                    f"client speaks {request.protocol_min} to {request.protocol_max}, this server {PROTOCOL}",
+                    "update the older side",
+                )
+            transports = [pb.TRANSPORT_STREAM]
+            if request.host_id == self._host_id:
+                transports.insert(0, pb.TRANSPORT_SHARED_MEMORY)
+            return pb.HelloReply(
+                protocol=PROTOCOL,
+                boot_id=self._engine.boot_id,
+                version=version("kvcache-service"),
+                device="cpu",
+                transports=transports,
+                frame_bytes=FRAME_BYTES,
+                session_bytes=self._engine.settings.session_bytes,
+                max_prompt_tokens=self._engine.settings.max_prompt_tokens,
+                shared_memory_dir=str(self._shared_memory_dir),
+            )
+
+    async def Attach(self, requests: AsyncIterator[pb.Heartbeat], context: Context) -> AsyncIterator[pb.SessionEvent]:
+        session_id = self._engine.open_session(TENANT)
+        try:
+            yield pb.SessionEvent(session_id=session_id, boot_id=self._engine.boot_id)
+            async for _ in requests:
+                pass
+        finally:
+            # Shielded: a cancelled call must free its session too.
+            await asyncio.shield(self._run(self._engine.close_session, session_id))
+
+    async def RegisterModel(self, request: pb.RegisterModelRequest, context: Context) -> pb.RegisterModelReply:
+        async with self._translated(context):
+            return pb.RegisterModelReply(model_id=self._engine.register_model(convert.geometry(request)))
+
+    async def RegisterTemplate(self, request: pb.RegisterTemplateRequest, context: Context) -> pb.RegisterTemplateReply:
+        async with self._translated(context):
+            template_id, missing = await self._run(self._engine.register_template, TENANT, convert.template(request))
+            return pb.RegisterTemplateReply(template_id=template_id, missing=missing)
+
+    async def Put(self, requests: AsyncIterator[pb.PutRequest], context: Context) -> pb.PutReply:
+        async with self._translated(context):
+            header = (await _first(requests)).header
+            geometry = self._engine.model(header.model_id)
+            shape = tuple(header.shape)
+            if shape != geometry.shape(len(header.token_ids)):
+                raise invalid("shape", f"{list(shape)}", f"send {list(geometry.shape(len(header.token_ids)))}")
+            if len(header.token_ids) > self._engine.settings.max_prompt_tokens:
+                raise invalid("token_ids", f"{len(header.token_ids)} tokens", f"at most {self._engine.settings.max_prompt_tokens}")
+            kv = torch.empty(shape, dtype=convert.dtype(header.dtype))
+            wire = ranges(1, 1, kv.nbytes, [(0, 1)])
+            await _receive(requests, _memory(kv), wire)
+            key, existed = await self._run(
+                self._engine.put_prefix, TENANT, header.model_id, tuple(header.token_ids), kv
+            )
+            return pb.PutReply(key=key, existed=existed)
+
+    async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseReply:
+        async with self._translated(context):
+            return pb.ReleaseReply(released=await self._run(self._engine.release, TENANT, request.turn_id))
+
+
+class TurnsServicer(_Base, kvcache_pb2_grpc.TurnsServicer):
+    """One turn: open, fetch, observe, settle."""
+
+    async def OpenTurn(self, request: pb.OpenTurnRequest, context: Context) -> pb.OpenTurnReply:
+        async with self._translated(context):
+            if not request.request_id:
+                raise invalid("request_id", "empty", "send a unique id, so that the call can be repeated")
+            if request.transport not in (pb.TRANSPORT_SHARED_MEMORY, pb.TRANSPORT_STREAM):
+                raise invalid("transport", f"{request.transport}", "send SHARED_MEMORY or STREAM")
+            opened = await self._run(
+                self._engine.open_turn,
+                TENANT,
+                request.session_id,
+                request.request_id,
+                request.template_id,
+                convert.samples(request),
+                reserve=request.reserve_tokens,
+                share=request.transport == pb.TRANSPORT_SHARED_MEMORY,
+                policy=convert.policy(request.policy),
+            )
+            settings = self._engine.settings
+            return convert.opened(opened, settings.residual_limit, settings.lease_seconds)
+
+    async def FetchTurn(self, request: pb.FetchTurnRequest, context: Context) -> AsyncIterator[pb.FetchTurnReply]:
+        async with self._translated(context):
+            turn, seconds = await self._run(self._engine.assemble, TENANT, request.turn_id)
+            sent = 0
+            if not turn.buffer.path:
+                stream = frames(_memory(turn.buffer.bytes), _wire(turn, convert.fetch_ranges(turn)))
+                while (frame := await self._run(next, stream, None)) is not None:
+                    sent += len(frame.data)
+                    yield pb.FetchTurnReply(frame=frame)
+            yield pb.FetchTurnReply(summary=pb.FetchSummary(assembly_seconds=seconds, bytes=sent))
+
+    async def Observe(self, requests: AsyncIterator[pb.ObserveRequest], context: Context) -> pb.ObserveReply:
+        async with self._translated(context):
+            header = (await _first(requests)).header
+            turn = self._engine.check_observation(
+                TENANT, header.turn_id, header.start, header.tokens, convert.dtype(header.dtype)
+            )
+            if not turn.buffer.path:
+                wire = _wire(turn, [(header.start, header.start + header.tokens)])
+                await _receive(requests, _memory(turn.buffer.bytes), wire)
+            staged = await self._run(self._engine.observe, turn, header.start, header.tokens)
+            return pb.ObserveReply(bytes=staged)
+
+    async def SettleTurn(self, request: pb.SettleTurnRequest, context: Context) -> pb.SettleTurnReply:
+        async with self._translated(context):
+            settled = await self._run(self._engine.settle, TENANT, request.turn_id, convert.settlement(request))
+            return pb.SettleTurnReply(
+                repeated=settled.repeated,
+                candidates=settled.candidates,
+                accepted=settled.accepted,
+                refused=settled.refused,
+                committed=settled.committed,
+            )
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.view(torch.uint8).numpy()).cast("B")
+
+
+def _wire(turn: Turn, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    geometry = turn.geometry
+    row = geometry.kv_heads * geometry.head_dim * geometry.dtype.itemsize
+    return ranges(geometry.layers * 2, turn.columns, row, spans)
+
+
+async def _first(requests: AsyncIterator[Result]) -> Result:
+    async for request in requests:
+        if request.WhichOneof("part") != "header":  # type: ignore[attr-defined]
+            break
+        return request
+    raise invalid("header", "the stream does not begin with one", "send the header first")
+
+
+async def _receive(
+    requests: AsyncIterator[pb.PutRequest] | AsyncIterator[pb.ObserveRequest], buffer: memoryview, wire: Sequence[tuple[int, int]]
+) -> int:
+    """Write the frames that follow a header. Damaged or ill-fitting frames end the call; nothing is kept."""
+    writer = FrameWriter(buffer, wire)
+    try:
+        async for request in requests:
+            writer.write(request.frame)
+        writer.finish()
+    except FrameError as error:
+        raise KVCacheError(
+            Code.CHECKSUM if error.checksum else Code.INVALID, str(error), field="frame", fix="send the announced bytes again"
+        ) from error
+    return writer.received

@@ -1,0 +1,102 @@
+"""Every metric of the service, on one registry. Documented in docs/metrics.md; a test compares both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+OUTCOMES = ("reuse", "partial", "dense", "aborted")
+_FAST = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+_TTFT = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0)
+
+# Gauges are read from the live objects at scrape time: name -> help.
+GAUGES = {
+    "kvcache_sessions": "Attached sessions",
+    "kvcache_open_turns": "Turns neither settled nor released",
+    "kvcache_leases": "Leases on host tensors",
+    "kvcache_leased_bytes": "Host bytes pinned by leases",
+    "kvcache_host_used_bytes": "Host tier bytes in use",
+    "kvcache_host_budget_bytes": "Host tier budget",
+    "kvcache_host_evictions": "Tensors evicted from the host tier since start",
+    "kvcache_buffer_bytes": "Session buffer bytes, shared memory and private",
+    "kvcache_pools": "Anchor pools",
+    "kvcache_anchors": "Anchors over all pools",
+    "kvcache_slots": "Slots with an offset predictor",
+    "kvcache_predictor_bytes": "Bytes of predictor statistics",
+    "kvcache_catalog_up": "1 when the last metadata call succeeded",
+}
+
+
+@dataclass(frozen=True)
+class TurnReport:
+    """One finished turn, attributed to exactly one outcome."""
+
+    outcome: str
+    policy: str
+    reason: str  # "none" when nothing fell back
+    prompt_tokens: int
+    reused_tokens: int
+    recomputed_tokens: int
+    ttft: float
+
+
+class Telemetry:
+    """Counters and histograms; all series exist at zero before the first turn."""
+
+    def __init__(self, reasons: Iterable[str], policies: Iterable[str], codes: Iterable[str]) -> None:
+        self.registry = CollectorRegistry()
+        registry = self.registry
+        policies = tuple(policies)
+        self._turns = Counter("kvcache_turns", "Finished turns by outcome", ["outcome", "policy"], registry=registry)
+        self._fallbacks = Counter("kvcache_fallbacks", "Finished turns with a dense segment, by reason", ["reason"], registry=registry)
+        self._prompt = Counter("kvcache_prompt_tokens", "Prompt tokens of settled turns", registry=registry)
+        self._reused = Counter("kvcache_reused_tokens", "Prompt tokens that no worker had to compute", registry=registry)
+        self._recomputed = Counter("kvcache_recomputed_tokens", "Tokens of reused segments that were recomputed", registry=registry)
+        self._ttft = Histogram("kvcache_ttft_seconds", "TTFT as workers measured it", ["outcome"], buckets=_TTFT, registry=registry)
+        self.match = Histogram("kvcache_match_seconds", "Plan and anchor match of one turn", buckets=_FAST, registry=registry)
+        self.assembly = Histogram("kvcache_assembly_seconds", "Align and approximate one turn", buckets=_FAST, registry=registry)
+        self.fetch = Histogram("kvcache_fetch_seconds", "Fetch of one turn as workers measured it", buckets=_FAST, registry=registry)
+        self.settle = Histogram("kvcache_settle_seconds", "Verify and update of one turn", buckets=_FAST, registry=registry)
+        self.candidates = Counter("kvcache_candidates", "Candidate anchors by result", ["result"], registry=registry)
+        self.commit_failures = Counter("kvcache_catalog_commit_failures", "Turns whose pool changes were lost", registry=registry)
+        self.errors = Counter("kvcache_errors", "Refused calls by error code", ["code"], registry=registry)
+        for outcome in OUTCOMES:
+            self._ttft.labels(outcome)
+            for policy in policies:
+                self._turns.labels(outcome, policy)
+        for reason in reasons:
+            self._fallbacks.labels(reason)
+        for result in ("accepted", "duplicate", "refused"):
+            self.candidates.labels(result)
+        for code in codes:
+            self.errors.labels(code)
+
+    def turn(self, report: TurnReport) -> None:
+        self._turns.labels(report.outcome, report.policy).inc()
+        if report.reason != "none":
+            self._fallbacks.labels(report.reason).inc()
+        if report.outcome == "aborted":
+            return
+        self._prompt.inc(report.prompt_tokens)
+        self._reused.inc(report.reused_tokens)
+        self._recomputed.inc(report.recomputed_tokens)
+        if report.ttft > 0:
+            self._ttft.labels(report.outcome).observe(report.ttft)
+
+    def watch(self, read: Callable[[], dict[str, float]]) -> None:
+        """Serve GAUGES from `read`, called at every scrape."""
+        self.registry.register(_Gauges(read))
+
+
+class _Gauges(Collector):
+    def __init__(self, read: Callable[[], dict[str, float]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        values = self._read()
+        for name, text in GAUGES.items():
+            yield GaugeMetricFamily(name, text, value=values[name])
