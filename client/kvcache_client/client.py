@@ -168,6 +168,7 @@ class KVCacheClient:
         plan = self._call(self._turns.OpenTurn, request)
         return Turn(
             self._turns,
+            self._kvcache,
             plan,
             self._buffers,
             planes=model.layers * 2,

@@ -28,6 +28,7 @@ class Turn:
     def __init__(
         self,
         stub: kvcache_pb2_grpc.TurnsStub,
+        kvcache: kvcache_pb2_grpc.KVCacheStub,
         plan: pb.OpenTurnReply,
         buffers: Buffers,
         *,
@@ -38,6 +39,7 @@ class Turn:
         timeout: float,
     ) -> None:
         self._stub = stub
+        self._kvcache = kvcache
         self._buffers = buffers
         self._planes = planes
         self._row = row_bytes
@@ -131,7 +133,7 @@ class Turn:
         """Give the turn up; never raises. A service that is gone has nothing left to free."""
         if not self._over:
             try:
-                _call(lambda: self._stub.Release(pb.ReleaseRequest(turn_id=self.plan.turn_id), timeout=self._timeout))
+                _call(lambda: self._kvcache.Release(pb.ReleaseRequest(turn_id=self.plan.turn_id), timeout=self._timeout))
             except CacheError:
                 pass
             self._close()

@@ -22,7 +22,7 @@ class PlanSettings:
     are recomputed; trailing: tokens of the last segment that are recomputed; max_taint: cap on the taint depth of a
     base; max_error: held-out error of a predictor, relative to re-position only; gamma: the paper's gate."""
 
-    min_samples: int = 8
+    min_samples: int = 12
     boundary: int = 4
     trailing: int = 16
     max_taint: int = 4

@@ -51,8 +51,9 @@ class SlotCache(DynamicCache):
     def __init__(self, buffer: Tensor) -> None:
         super().__init__()
         self.buffer = buffer
-        self.layers = [SlotLayer(layer) for layer in buffer]
+        self.layers = [SlotLayer(buffer[index]) for index in range(len(buffer))]
 
+    @torch.no_grad()
     def forward(self, model: Any, token_ids: Tensor, positions: Tensor, length: int, *, logits: int) -> Tensor:
         """Run `token_ids` [n] at ascending `positions` [n] in one forward; every token sees the columns before it.
 

@@ -138,20 +138,28 @@ class Agent:
         *,
         max_new_tokens: int,
         policy: str | None = None,
+        cache: bool = True,
         sampler: Sampler = greedy,
     ) -> Answer:
         """Open, fetch, recompute, probe, generate, settle. A cache fault becomes a dense prefill, never an exception.
 
-        samples: text, or the token_ids of another agent's Answer. An absent service costs one failed call.
+        samples: text, or the token_ids of another agent's Answer. cache=False prefills without asking the service.
         """
-        call = self.begin(samples, max_new_tokens=max_new_tokens, policy=policy)
+        call = self.begin(samples, max_new_tokens=max_new_tokens, policy=policy, cache=cache)
         call.prefill()
         call.decode(sampler)
         return call.settle()
 
-    def begin(self, samples: Mapping[str, str | Sequence[int]], *, max_new_tokens: int, policy: str | None = None) -> Call:
+    def begin(
+        self,
+        samples: Mapping[str, str | Sequence[int]],
+        *,
+        max_new_tokens: int,
+        policy: str | None = None,
+        cache: bool = True,
+    ) -> Call:
         """The steps of run(), one by one."""
-        return Call(self, samples, max_new_tokens, policy)
+        return Call(self, samples, max_new_tokens, policy, cache)
 
     def prompt(self, samples: Mapping[str, tuple[int, ...]]) -> list[int]:
         return [t for s in self.segments for t in (samples[s] if isinstance(s, str) else s)]
@@ -183,7 +191,12 @@ class Call:
     """One turn in steps: prefill, (score,) decode, settle."""
 
     def __init__(
-        self, agent: Agent, samples: Mapping[str, str | Sequence[int]], max_new_tokens: int, policy: str | None
+        self,
+        agent: Agent,
+        samples: Mapping[str, str | Sequence[int]],
+        max_new_tokens: int,
+        policy: str | None,
+        cache: bool,
     ) -> None:
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {max_new_tokens}; ask for one or more")
@@ -206,10 +219,11 @@ class Call:
         self._logits = torch.empty(0)
         self.ttft = self.first_forward = 0.0
         self._turn: Turn | None = None
-        try:
-            self._turn = agent.open(encoded, max_new_tokens, policy)
-        except CacheError as error:
-            self._lose(error)
+        if cache:
+            try:
+                self._turn = agent.open(encoded, max_new_tokens, policy)
+            except CacheError as error:
+                self._lose(error)
 
     @torch.no_grad()
     def prefill(self) -> Tensor:
@@ -260,9 +274,14 @@ class Call:
             logits = self._cache.forward(self._shared.model, ids, positions, position + 1, logits=1)[0]
         return tuple(self._tokens)
 
+    @property
+    def stopped(self) -> bool:
+        """True when decode() ended at a stop token."""
+        return self._stopped
+
     def settle(self) -> Answer:
         """Hand over what was computed, with a verdict. A fault here is counted and changes nothing for the caller."""
-        turn, answer = self._turn, self._answer()
+        turn, answer = self._turn, self.answer
         if turn is not None:
             try:
                 self._settle(turn)
@@ -340,7 +359,9 @@ class Call:
             self._turn.release()
             self._turn = None
 
-    def _answer(self) -> Answer:
+    @property
+    def answer(self) -> Answer:
+        """What is known so far."""
         turn = self._turn
         fresh = dense = self._n
         reason = self._reason

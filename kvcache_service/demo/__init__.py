@@ -1,0 +1,1 @@
+"""`kvcache demo`: agents on a real model through the real service, measured against dense prefill."""

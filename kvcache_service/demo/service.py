@@ -1,0 +1,55 @@
+"""Start the real service as its own process, on free ports, and read its metrics."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import urllib.request
+from types import TracebackType
+
+from prometheus_client.parser import text_string_to_metric_families
+
+_READY = re.compile(r"kvcache ready grpc=(?P<grpc>\S+) metrics=(?P<metrics>\S+) catalog=(?P<catalog>\S+)")
+
+
+class ServiceProcess:
+    """`python -m kvcache_service` with the given KVCACHE_ settings over its own defaults; ends with the context."""
+
+    def __init__(self, **settings: str) -> None:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("KVCACHE_")}
+        environment |= {"KVCACHE_LISTEN": "127.0.0.1:0", "KVCACHE_METRICS_LISTEN": "127.0.0.1:0", "KVCACHE_LOG_LEVEL": "warning"}
+        environment |= {f"KVCACHE_{name.upper()}": value for name, value in settings.items()}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "kvcache_service"], env=environment, stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        ready = _READY.match(self.process.stdout.readline())
+        if ready is None:
+            raise RuntimeError("the service did not start; its message stands above")
+        self.target, self.metrics_url, self.catalog_url = ready["grpc"], ready["metrics"], ready["catalog"]
+
+    def metrics(self) -> dict[str, float]:
+        """All samples of /metrics: name{label="value",…} -> value."""
+        with urllib.request.urlopen(self.metrics_url, timeout=5) as reply:
+            families = text_string_to_metric_families(reply.read().decode())
+        return {
+            sample.name + ("{" + ",".join(f'{k}="{v}"' for k, v in sorted(sample.labels.items())) + "}" if sample.labels else ""): (
+                sample.value
+            )
+            for family in families
+            for sample in family.samples
+        }
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait(timeout=30)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def __enter__(self) -> ServiceProcess:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
