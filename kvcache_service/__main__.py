@@ -52,12 +52,8 @@ def build_engine(config: Config, url: str, telemetry: Telemetry) -> Engine:
     """Everything below the RPC layer."""
     boot_id = secrets.token_hex(8)
     limits = Limits(bound=config.pool_anchors, window=config.prune_window)
-    plan = PlanSettings(
-        config.min_samples, config.boundary, config.trailing, config.max_taint, config.max_error, config.gamma
-    )
-    settings = EngineSettings(
-        plan, config.session_bytes, config.max_prompt_tokens, config.lease_seconds, config.residual_limit
-    )
+    plan = PlanSettings(config.min_samples, config.boundary, config.trailing, config.max_taint, config.max_error, config.gamma)
+    settings = EngineSettings(plan, config.session_bytes, config.max_prompt_tokens, config.lease_seconds, config.residual_limit)
     return Engine(
         settings,
         HostTier(host_budget(config)),
@@ -117,7 +113,9 @@ def _masked(url: str) -> str:
 
 
 def main(config: Config) -> None:
-    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
+    )
     torch.set_grad_enabled(False)
     asyncio.run(serve(config))
 

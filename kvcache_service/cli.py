@@ -55,7 +55,7 @@ def serve(
 @app.command()
 def demo(
     agents: Annotated[int, typer.Option(min=2, max=5, help="Fully connected agents: each reads all earlier answers.")] = 4,
-    requests: Annotated[int, typer.Option(min=1, help="Measured questions.")] = 12,
+    requests: Annotated[int, typer.Option(min=1, help="Measured questions.")] = 8,
     warmup: Annotated[int, typer.Option(min=0, help="Questions that fill the pools first.")] = 16,
     policy: Annotated[PolicyName, typer.Option(help="Policy under test.")] = PolicyName.GUARDED,
     beside: Annotated[bool, typer.Option(help="Run the paper's policy on the same turns too.")] = True,
@@ -66,7 +66,7 @@ def demo(
     model: Annotated[
         Path | None, typer.Option(exists=True, file_okay=False, help="A transformers model folder; default SmolLM2-135M.")
     ] = None,
-    answer_tokens: Annotated[int, typer.Option(min=2, help="Longest answer of an agent, in tokens.")] = 48,
+    answer_tokens: Annotated[int, typer.Option(min=2, help="Longest answer of an agent, in tokens.")] = 40,
     seed: Annotated[int, typer.Option(help="Order of the questions.")] = 0,
     json_path: Annotated[Path, typer.Option("--json", help="Where the figures go.")] = Path("out/demo.json"),
     png: Annotated[Path, typer.Option(help="Where the picture goes.")] = Path("out/demo.png"),
@@ -92,7 +92,14 @@ def demo(
     random.Random(seed).shuffle(questions)
     policies = [policy.value] + (["paper"] if beside and policy is not PolicyName.PAPER else [])
     turns, metrics = _run_demo(
-        console, questions[:warmup], questions[warmup : warmup + requests], agents, policies, transport.value, model, answer_tokens
+        console,
+        questions[:warmup],
+        questions[warmup : warmup + requests],
+        agents,
+        policies,
+        transport.value,
+        model,
+        answer_tokens,
     )
     report.show(console, policy.value, turns)
     report.show_metrics(console, metrics)
@@ -113,10 +120,10 @@ def _run_demo(
     model: Path | None,
     answer_tokens: int,
 ) -> tuple[list[Any], dict[str, float]]:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
     from kvcache_client import KVCacheClient
     from kvcache_client.adapters.transformers import SharedModel
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
     from kvcache_service.demo import model as demo_model
     from kvcache_service.demo.run import Team
     from kvcache_service.demo.service import ServiceProcess
@@ -127,7 +134,13 @@ def _run_demo(
     with ServiceProcess() as service, KVCacheClient(service.target, transport=transport) as client:
         console.print(f"service at {service.target}, metrics at {service.metrics_url}, transport {client.transport}")
         team = Team(SharedModel(loaded, tokenizer, client), templates(agents), answer_tokens)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
         with Progress(*columns, console=console) as progress:
             for question in progress.track(warm, description="warming the pools"):
                 team.warm(question)

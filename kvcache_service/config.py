@@ -65,5 +65,7 @@ def host_budget(config: Config) -> int:
     if config.host_bytes is None:
         return limit // 2
     if config.host_bytes > limit:
-        raise ValueError(f"host_bytes is {config.host_bytes}, but only {limit} bytes of memory are free; lower {PREFIX}HOST_BYTES")
+        raise ValueError(
+            f"host_bytes is {config.host_bytes}, but only {limit} bytes of memory are free; lower {PREFIX}HOST_BYTES"
+        )
     return config.host_bytes

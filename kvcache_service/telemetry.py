@@ -52,14 +52,22 @@ class Telemetry:
         registry = self.registry
         policies = tuple(policies)
         self._turns = Counter("kvcache_turns", "Finished turns by outcome", ["outcome", "policy"], registry=registry)
-        self._fallbacks = Counter("kvcache_fallbacks", "Finished turns with a dense segment, by reason", ["reason"], registry=registry)
+        self._fallbacks = Counter(
+            "kvcache_fallbacks", "Finished turns with a dense segment, by reason", ["reason"], registry=registry
+        )
         self._prompt = Counter("kvcache_prompt_tokens", "Prompt tokens of settled turns", registry=registry)
         self._reused = Counter("kvcache_reused_tokens", "Prompt tokens that no worker had to compute", registry=registry)
-        self._recomputed = Counter("kvcache_recomputed_tokens", "Tokens of reused segments that were recomputed", registry=registry)
-        self._ttft = Histogram("kvcache_ttft_seconds", "TTFT as workers measured it", ["outcome"], buckets=_TTFT, registry=registry)
+        self._recomputed = Counter(
+            "kvcache_recomputed_tokens", "Tokens of reused segments that were recomputed", registry=registry
+        )
+        self._ttft = Histogram(
+            "kvcache_ttft_seconds", "TTFT as workers measured it", ["outcome"], buckets=_TTFT, registry=registry
+        )
         self.match = Histogram("kvcache_match_seconds", "Plan and anchor match of one turn", buckets=_FAST, registry=registry)
         self.assembly = Histogram("kvcache_assembly_seconds", "Align and approximate one turn", buckets=_FAST, registry=registry)
-        self.fetch = Histogram("kvcache_fetch_seconds", "Fetch of one turn as workers measured it", buckets=_FAST, registry=registry)
+        self.fetch = Histogram(
+            "kvcache_fetch_seconds", "Fetch of one turn as workers measured it", buckets=_FAST, registry=registry
+        )
         self.settle = Histogram("kvcache_settle_seconds", "Verify and update of one turn", buckets=_FAST, registry=registry)
         self.candidates = Counter("kvcache_candidates", "Candidate anchors by result", ["result"], registry=registry)
         self.commit_failures = Counter("kvcache_catalog_commit_failures", "Turns whose pool changes were lost", registry=registry)

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TypeVar
 
 import grpc
+from kvcache_proto.v1 import kvcache_pb2 as pb
+from kvcache_proto.v1 import kvcache_pb2_grpc
+from kvcache_proto.v1.tensors import frames
 
 from kvcache_client.buffers import Buffers
 from kvcache_client.errors import CacheError, from_rpc
 from kvcache_client.turn import Turn
-from kvcache_proto.v1 import kvcache_pb2 as pb
-from kvcache_proto.v1 import kvcache_pb2_grpc
-from kvcache_proto.v1.tensors import frames
 
 PROTOCOL = 1
 TRANSPORTS = ("auto", "shared_memory", "stream")
@@ -149,9 +149,9 @@ class KVCacheClient:
         samples: Mapping[str, Sequence[int]],
         *,
         reserve_tokens: int,
-        policy: pb.Policy = pb.POLICY_UNSPECIFIED,
+        policy: str | None = None,
     ) -> Turn:
-        """Ask what can be reused for this prompt. Raises CacheError."""
+        """Ask what can be reused for this prompt; policy overrides the template's own. Raises CacheError."""
         self.connect()
         assert self._session is not None
         template = self._templates[template_id]
@@ -163,7 +163,7 @@ class KVCacheClient:
             samples=[pb.Sample(placeholder=name, token_ids=ids) for name, ids in samples.items()],
             reserve_tokens=reserve_tokens,
             transport=self._session.transport,
-            policy=policy,
+            policy=f"POLICY_{policy.upper()}" if policy else None,
         )
         plan = self._call(self._turns.OpenTurn, request)
         return Turn(

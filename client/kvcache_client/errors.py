@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import grpc
+from collections.abc import Iterable
 
+import grpc
 from kvcache_proto.v1 import kvcache_pb2 as pb
 
 _DETAIL_KEY = "kvcache-error-bin"
@@ -26,7 +27,8 @@ class CacheError(Exception):
 
 def from_rpc(error: grpc.RpcError) -> CacheError:
     """The service's ErrorDetail where it sent one."""
-    for key, value in error.trailing_metadata() or ():
+    metadata: Iterable[tuple[str, bytes]] = error.trailing_metadata() or ()  # type: ignore[assignment]
+    for key, value in metadata:
         if key == _DETAIL_KEY:
             detail = pb.ErrorDetail.FromString(value)
             name = pb.ErrorCode.Name(detail.code).removeprefix("ERROR_CODE_")

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TypeVar
 
 import grpc
-
-from kvcache_client.buffers import Buffers
-from kvcache_client.errors import CacheError, from_rpc
 from kvcache_proto.v1 import kvcache_pb2 as pb
 from kvcache_proto.v1 import kvcache_pb2_grpc
 from kvcache_proto.v1.tensors import FrameError, FrameWriter, frames, ranges
+
+from kvcache_client.buffers import Buffers
+from kvcache_client.errors import CacheError, from_rpc
 
 Reply = TypeVar("Reply")
 
@@ -132,10 +133,8 @@ class Turn:
     def release(self) -> None:
         """Give the turn up; never raises. A service that is gone has nothing left to free."""
         if not self._over:
-            try:
+            with contextlib.suppress(CacheError):
                 _call(lambda: self._kvcache.Release(pb.ReleaseRequest(turn_id=self.plan.turn_id), timeout=self._timeout))
-            except CacheError:
-                pass
             self._close()
 
     def __enter__(self) -> Turn:

@@ -203,12 +203,17 @@ class Catalog:
             for group, cursor in groups.items():
                 try:
                     self._keep_epoch(group)
-                    for entry_id, fields in self._redis.xrange(group.events, min=f"({cursor}" if cursor != "0" else "-", count=500):
-                        self._apply(json.loads(fields["event"]))
-                        self._cursors[group] = entry_id
+                    self._read_events(group, cursor)
                 except redis.RedisError as error:
                     log.debug("catalog not readable: %s", error)
                     break
+
+    def _read_events(self, group: Group, cursor: str) -> None:
+        after = f"({cursor}" if cursor != "0" else "-"
+        entries: list[tuple[str, dict[str, str]]] = self._redis.xrange(group.events, min=after, count=500)  # type: ignore[assignment]
+        for entry_id, fields in entries:
+            self._apply(json.loads(fields["event"]))
+            self._cursors[group] = entry_id
 
     def _keep_epoch(self, group: Group) -> None:
         """A missing or foreign epoch means that Redis lost our data: publish the snapshot again."""

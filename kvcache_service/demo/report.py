@@ -52,9 +52,7 @@ def as_json(policy: str, turns: Sequence[Measured]) -> dict[str, object]:
     by_policy = {name: [t for t in turns if t.policy == name] for name in dict.fromkeys(t.policy for t in turns)}
     main = by_policy.pop(policy)
     out: dict[str, object] = {"policy": policy, "turns": [_row(t) for t in main], "summary": summarise(main)}
-    out["beside"] = {
-        name: {"turns": [_row(t) for t in rows], "summary": summarise(rows)} for name, rows in by_policy.items()
-    }
+    out["beside"] = {name: {"turns": [_row(t) for t in rows], "summary": summarise(rows)} for name, rows in by_policy.items()}
     return out
 
 
@@ -82,7 +80,19 @@ def show(console: Console, policy: str, turns: Sequence[Measured]) -> None:
         rows = [t for t in turns if t.policy == name]
         beside = "" if name == policy else " (beside, for comparison)"
         table = Table(title=f"Policy {name}{beside}: {len(rows)} measured turns, medians per agent and outcome")
-        for column in ("agent", "turns", "outcome", "reason", "prompt", "TTFT dense", "TTFT", "speedup", "overhead", "KL", "top-1"):
+        for column in (
+            "agent",
+            "turns",
+            "outcome",
+            "reason",
+            "prompt",
+            "TTFT dense",
+            "TTFT",
+            "speedup",
+            "overhead",
+            "KL",
+            "top-1",
+        ):
             table.add_column(column, justify="left" if column in ("agent", "outcome", "reason") else "right")
         groups = dict.fromkeys((t.agent, t.answer.outcome, t.answer.reason) for t in rows)
         for agent, outcome, reason in groups:

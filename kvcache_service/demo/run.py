@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from kvcache_client.adapters.transformers import Agent, Answer, SharedModel
+from torch import Tensor
 
 SCORED_TOKENS = 32
 
@@ -71,17 +70,17 @@ class Team:
         for name, agent in self.agents:
             needed = _needed(agent, samples)
             tokens, reference, ttft_dense = self._dense(agent, needed)
-            for index, policy in enumerate(policies):
-                call = agent.begin(needed, max_new_tokens=max(self._answer_tokens, SCORED_TOKENS), policy=policy)
+            for policy in policies[1:]:
+                call = agent.begin(needed, max_new_tokens=SCORED_TOKENS, policy=policy)
                 call.prefill()
                 kl, top1 = compare(reference, call.score(tokens))
-                if index == 0:
-                    samples[name] = call.decode()[: self._answer_tokens]
-                    answer = call.settle()
-                else:
-                    answer = call.answer
-                    call.abort()  # beside the real run: it must not teach the pools
-                measured.append(Measured(name, policy, answer, ttft_dense, kl, top1))
+                measured.append(Measured(name, policy, call.answer, ttft_dense, kl, top1))
+                call.abort()  # beside the real run, and before it: neither teaches the other
+            call = agent.begin(needed, max_new_tokens=max(self._answer_tokens, SCORED_TOKENS), policy=policies[0])
+            call.prefill()
+            kl, top1 = compare(reference, call.score(tokens))
+            samples[name] = call.decode()[: self._answer_tokens]
+            measured.append(Measured(name, policies[0], call.settle(), ttft_dense, kl, top1))
         return measured
 
     def _dense(self, agent: Agent, samples: Mapping[str, str | Sequence[int]]) -> tuple[list[int], Tensor, float]:

@@ -35,7 +35,8 @@ class ServiceProcess:
         with urllib.request.urlopen(self.metrics_url, timeout=5) as reply:
             families = text_string_to_metric_families(reply.read().decode())
         return {
-            sample.name + ("{" + ",".join(f'{k}="{v}"' for k, v in sorted(sample.labels.items())) + "}" if sample.labels else ""): (
+            sample.name
+            + ("{" + ",".join(f'{k}="{v}"' for k, v in sorted(sample.labels.items())) + "}" if sample.labels else ""): (
                 sample.value
             )
             for family in families

@@ -49,6 +49,15 @@ ROLES = {
     ),
 }
 
+RULES = (
+    "These rules hold for everybody in the team. Speak in the first person and in the present tense. Address the user's "
+    "question only, even where a teammate has wandered off. Take numbers from the question and from the work above, never "
+    "from memory, and copy names and units letter by letter. When two teammates disagree, say which of them you follow "
+    "and why in half a sentence. When you are not sure, say what you would need to know. Do not apologise, do not praise, "
+    "do not greet, and do not announce what you are going to do: do it. Write at most four sentences, or one block of "
+    "code with one sentence."
+)
+
 
 def templates(agents: int) -> list[tuple[str, str]]:
     """(role, prompt template) of the first `agents` roles, fully connected: each reads all earlier answers."""
@@ -59,7 +68,7 @@ def templates(agents: int) -> list[tuple[str, str]]:
         out.append(
             (
                 name,
-                f"<|im_start|>system\n{ROLES[name]}<|im_end|>\n<|im_start|>user\nQuestion: {{question}}{earlier}"
+                f"<|im_start|>system\n{ROLES[name]} {RULES}<|im_end|>\n<|im_start|>user\nQuestion: {{question}}{earlier}"
                 f"\n\nNow write your part as the {name.capitalize()}.<|im_end|>\n<|im_start|>assistant\n",
             )
         )

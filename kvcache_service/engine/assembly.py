@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcache_service.geometry import Geometry
 from kvcache_service.engine.plan import Blended, Mapped, Plan, Repositioned, SegmentPlan, Source
+from kvcache_service.geometry import Geometry
 from kvcache_service.kernels import cpu
 
 # Buffer columns of a turn:

@@ -153,13 +153,15 @@ class Engine:
         if kv.dtype != geometry.dtype:
             raise invalid("dtype", f"{kv.dtype}", f"send {geometry.dtype}")
         _refuse_non_finite(kv)
-        digest = hashlib.blake2b(kv.contiguous().view(torch.uint8).numpy(), digest_size=16).digest()
+        digest = hashlib.blake2b(kv.contiguous().view(torch.uint8).numpy().data, digest_size=16).digest()
         key = self._memory.exact_key(Group(tenant, model_id), tokens_key(token_ids), 0)
         with self._lock:
             if self._tier.has(key):
                 if self._prefix_digests.get(key) == digest:
                     return key, True
-                raise KVCacheError(Code.CONFLICT, "other KV is stored for this prefix", field="token_ids", fix="use what is stored")
+                raise KVCacheError(
+                    Code.CONFLICT, "other KV is stored for this prefix", field="token_ids", fix="use what is stored"
+                )
         canonical = cpu.canonicalise(kv, torch.arange(len(token_ids)), geometry.rope)
         with self._lock:
             self._tier.put(key, canonical)
@@ -247,7 +249,9 @@ class Engine:
             raise invalid("dtype", f"{dtype}", f"send {turn.geometry.dtype}")
         if not tokens or start + tokens > turn.plan.prompt_tokens + turn.reserve:
             raise invalid(
-                "tokens", f"[{start}, {start + tokens})", f"stay within prompt and reserve, {turn.plan.prompt_tokens + turn.reserve} tokens"
+                "tokens",
+                f"[{start}, {start + tokens})",
+                f"stay within prompt and reserve, {turn.plan.prompt_tokens + turn.reserve} tokens",
             )
         return turn
 
@@ -361,12 +365,16 @@ class Engine:
         if turn is not None and turn.tenant == tenant:
             return turn
         if known:
-            raise KVCacheError(Code.LEASE_EXPIRED, f"turn {turn_id!r} is over", field="turn_id", fix="prefill, or open a new turn")
+            raise KVCacheError(
+                Code.LEASE_EXPIRED, f"turn {turn_id!r} is over", field="turn_id", fix="prefill, or open a new turn"
+            )
         raise KVCacheError(Code.UNKNOWN_TURN, f"turn {turn_id!r}", field="turn_id", fix="call OpenTurn first")
 
     def _require(self, turn: Turn, *phases: Phase) -> None:
         if turn.phase is Phase.RELEASED or turn.deadline <= self._clock():
-            raise KVCacheError(Code.LEASE_EXPIRED, "the turn's lease has run out", field="turn_id", fix="prefill, or open a new turn")
+            raise KVCacheError(
+                Code.LEASE_EXPIRED, "the turn's lease has run out", field="turn_id", fix="prefill, or open a new turn"
+            )
         if turn.phase not in phases:
             raise KVCacheError(Code.STATE, f"the turn is {turn.phase.name.lower()}", field="turn_id", fix="open a new turn")
 
@@ -437,7 +445,9 @@ class Engine:
         elif settlement.verdict is Verdict.REJECTED:
             outcome, reason, reused = "dense", settlement.reason, 0
         self._telemetry.turn(
-            TurnReport(outcome, plan.policy.value, reason.name.lower(), plan.prompt_tokens, reused, fresh - dense, settlement.ttft)
+            TurnReport(
+                outcome, plan.policy.value, reason.name.lower(), plan.prompt_tokens, reused, fresh - dense, settlement.ttft
+            )
         )
         if settlement.fetch > 0:
             self._telemetry.fetch.observe(settlement.fetch)

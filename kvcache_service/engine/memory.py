@@ -158,11 +158,7 @@ class Memory:
     def missing_fixed(self, tenant: str, template: Template, exact_prefix: bool) -> list[int]:
         """Ordinals of fixed segments without any KV; a leading one counts as present when its prefix is stored."""
         from_prompt = [i for i, s in enumerate(template.segments) if not hasattr(s, "name")]
-        return [
-            i
-            for i in from_prompt
-            if not (i == 0 and exact_prefix) and (tenant, template.template_id, i) not in self.fixed
-        ]
+        return [i for i in from_prompt if not (i == 0 and exact_prefix) and (tenant, template.template_id, i) not in self.fixed]
 
     @property
     def predictor_bytes(self) -> int:

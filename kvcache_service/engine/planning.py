@@ -203,9 +203,7 @@ class Planner:
             return placeholder, None
         return placeholder, self._blended(span, following_base, following_keys, weights, 0)
 
-    def _blended(
-        self, span: Span, base: Tensor, keys: Sequence[str], weights: tuple[float, ...], taint: int
-    ) -> SegmentPlan:
+    def _blended(self, span: Span, base: Tensor, keys: Sequence[str], weights: tuple[float, ...], taint: int) -> SegmentPlan:
         offsets = tuple(t for key in keys if (t := self._memory.tier.get(key)) is not None)
         source = Blended(base, offsets, weights)
         return SegmentPlan(span, Action.REUSE, source=source, anchors=len(keys), taint=taint)

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import torch
-
 from kvcache_proto.v1 import kvcache_pb2 as pb
+
+from kvcache_service.engine.engine import Opened
 from kvcache_service.engine.plan import Reason
 from kvcache_service.engine.sessions import Probe, Settlement, Turn, Verdict
-from kvcache_service.engine.engine import Opened
 from kvcache_service.errors import Code, KVCacheError, invalid
 from kvcache_service.geometry import Geometry, Pairing, Rope
 from kvcache_service.prompt import Fixed, Placeholder, Policy, Role, Template
 
-_DTYPES = {
+_DTYPES: dict[int, torch.dtype] = {
     pb.DTYPE_FLOAT32: torch.float32,
     pb.DTYPE_FLOAT16: torch.float16,
     pb.DTYPE_BFLOAT16: torch.bfloat16,
 }
-_POLICIES = {pb.POLICY_OFF: Policy.OFF, pb.POLICY_PAPER: Policy.PAPER, pb.POLICY_GUARDED: Policy.GUARDED}
-_PAIRINGS = {pb.PAIRING_HALF_SPLIT: Pairing.HALF_SPLIT, pb.PAIRING_INTERLEAVED: Pairing.INTERLEAVED}
-
-
+_POLICIES: dict[int, Policy] = {pb.POLICY_OFF: Policy.OFF, pb.POLICY_PAPER: Policy.PAPER, pb.POLICY_GUARDED: Policy.GUARDED}
+_PAIRINGS: dict[int, Pairing] = {pb.PAIRING_HALF_SPLIT: Pairing.HALF_SPLIT, pb.PAIRING_INTERLEAVED: Pairing.INTERLEAVED}
 
 
 def dtype(value: int) -> torch.dtype:
@@ -38,17 +36,13 @@ def policy(value: int) -> Policy | None:
     return _POLICIES[value]
 
 
-def policy_number(value: Policy) -> pb.Policy:
-    return next(number for number, mine in _POLICIES.items() if mine is value)
-
-
 def geometry(request: pb.RegisterModelRequest) -> Geometry:
     if request.attention != "full":
         raise KVCacheError(
             Code.UNSUPPORTED_MODEL,
             f"attention {request.attention!r}",
             field="attention",
-            fix="only full attention over K and V per head is supported (no MLA, sliding windows or recurrence); prefill without the cache",
+            fix="only full attention is supported (no MLA, sliding windows or recurrence); prefill without the cache",
         )
     if request.rope.pairing not in _PAIRINGS:
         raise invalid("rope.pairing", f"{request.rope.pairing}", "send HALF_SPLIT or INTERLEAVED")
@@ -98,8 +92,8 @@ def opened(value: Opened, residual_limit: float, lease_seconds: float) -> pb.Ope
             pb.SegmentPlan(
                 start=segment.span.start,
                 tokens=len(segment.span.token_ids),
-                action=pb.Action.Value(f"ACTION_{segment.action.name}"),
-                reason=_reason_number(segment.reason),
+                action=f"ACTION_{segment.action.name}",
+                reason="REASON_UNSPECIFIED" if segment.reason is Reason.NONE else f"REASON_{segment.reason.name}",
                 fresh=segment.fresh,
                 anchors=segment.anchors,
                 probe=column,
@@ -112,7 +106,7 @@ def opened(value: Opened, residual_limit: float, lease_seconds: float) -> pb.Ope
         segments=segments,
         prompt_tokens=plan.prompt_tokens,
         claimable_prefix=plan.claimable_prefix,
-        policy=policy_number(plan.policy),
+        policy=f"POLICY_{plan.policy.name}",
         buffer_path=turn.buffer.path,
         buffer_bytes=turn.buffer.capacity,
         buffer_tokens=turn.columns,
@@ -150,8 +144,4 @@ def _reason(number: int) -> Reason:
         return Reason.NONE
     if number not in pb.Reason.values():
         raise invalid("reason", f"{number}", "send a value of the Reason enum")
-    return Reason[pb.Reason.Name(pb.Reason.ValueType(number)).removeprefix("REASON_")]
-
-
-def _reason_number(reason: Reason) -> pb.Reason:
-    return pb.REASON_UNSPECIFIED if reason is Reason.NONE else pb.Reason.Value(f"REASON_{reason.name}")
+    return Reason[pb.Reason.Name(number).removeprefix("REASON_")]

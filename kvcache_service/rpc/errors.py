@@ -5,13 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from grpc import StatusCode
-
 from kvcache_proto.v1 import kvcache_pb2 as pb
+
 from kvcache_service.errors import Code, KVCacheError
 from kvcache_service.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    Context = grpc.aio.ServicerContext[Any, Any]
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +45,7 @@ STATUS: dict[Code, tuple[StatusCode, bool]] = {
 
 
 @asynccontextmanager
-async def translated(context: grpc.aio.ServicerContext, telemetry: Telemetry) -> AsyncIterator[None]:
+async def translated(context: Context, telemetry: Telemetry) -> AsyncIterator[None]:
     """Domain errors become a status with an ErrorDetail; anything else is logged, counted and INTERNAL."""
     try:
         yield
@@ -54,10 +58,8 @@ async def translated(context: grpc.aio.ServicerContext, telemetry: Telemetry) ->
         await _abort(context, telemetry, KVCacheError(Code.INTERNAL, "internal error", fix="prefill; see the service's log"))
 
 
-async def _abort(context: grpc.aio.ServicerContext, telemetry: Telemetry, error: KVCacheError) -> None:
+async def _abort(context: Context, telemetry: Telemetry, error: KVCacheError) -> None:
     telemetry.errors.labels(error.code.name.lower()).inc()
     status, retry = STATUS[error.code]
-    detail = pb.ErrorDetail(
-        code=pb.ErrorCode.Value(f"ERROR_CODE_{error.code.name}"), field=error.field, fix=error.fix, retry=retry
-    )
+    detail = pb.ErrorDetail(code=f"ERROR_CODE_{error.code.name}", field=error.field, fix=error.fix, retry=retry)
     await context.abort(status, str(error), ((DETAIL_KEY, detail.SerializeToString()),))

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import Executor
 from pathlib import Path
+from typing import TypeVar
 
 import grpc
+from grpc_health.v1 import _async as health_aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-
 from kvcache_proto.v1 import kvcache_pb2 as pb
 from kvcache_proto.v1 import kvcache_pb2_grpc
+
 from kvcache_service.engine.engine import Engine
 from kvcache_service.rpc.servicers import KVCacheServicer, TurnsServicer
 from kvcache_service.telemetry import Telemetry
 
 _MESSAGE_BYTES = 4 << 20  # a frame, or the token ids of a long prompt
 _HOUSEKEEPING_SECONDS = 1.0
+Result = TypeVar("Result")
 SERVICES = ("kvcache.v1.KVCache", "kvcache.v1.Turns")
 
 
@@ -41,7 +45,7 @@ class Server:
         kvcache = KVCacheServicer(engine, telemetry, executor, host_id=host_id, shared_memory_dir=shared_memory_dir)
         kvcache_pb2_grpc.add_KVCacheServicer_to_server(kvcache, self._server)
         kvcache_pb2_grpc.add_TurnsServicer_to_server(TurnsServicer(engine, telemetry, executor), self._server)
-        self._health = health.aio.HealthServicer()
+        self._health = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = [s.full_name for s in pb.DESCRIPTOR.services_by_name.values()]
         reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
@@ -73,5 +77,5 @@ class Server:
         for name in SERVICES:
             await self._health.set(name, serving if up else health_pb2.HealthCheckResponse.NOT_SERVING)
 
-    async def _run(self, call):  # type: ignore[no-untyped-def]
+    async def _run(self, call: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._executor, call)

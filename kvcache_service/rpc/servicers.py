@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 import torch
-from torch import Tensor
-
 from kvcache_proto.v1 import kvcache_pb2 as pb
 from kvcache_proto.v1 import kvcache_pb2_grpc
 from kvcache_proto.v1.tensors import FRAME_BYTES, FrameError, FrameWriter, frames, ranges
+from torch import Tensor
+
 from kvcache_service.engine.engine import Engine
 from kvcache_service.engine.sessions import Turn
 from kvcache_service.errors import Code, KVCacheError, invalid
@@ -28,7 +29,9 @@ PROTOCOL = 1
 TENANT = "default"  # the identity of callers on a service without authentication
 
 Result = TypeVar("Result")
-Context = grpc.aio.ServicerContext
+
+if TYPE_CHECKING:
+    Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class _Base:
@@ -40,7 +43,7 @@ class _Base:
     async def _run(self, call: Callable[..., Result], *args: object, **kwargs: object) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._executor, partial(call, *args, **kwargs))
 
-    def _translated(self, context: Context):  # type: ignore[no-untyped-def]
+    def _translated(self, context: Context) -> AbstractAsyncContextManager[None]:
         return translated(context, self._telemetry)
 
 
@@ -104,13 +107,13 @@ class KVCacheServicer(_Base, kvcache_pb2_grpc.KVCacheServicer):
             if shape != geometry.shape(len(header.token_ids)):
                 raise invalid("shape", f"{list(shape)}", f"send {list(geometry.shape(len(header.token_ids)))}")
             if len(header.token_ids) > self._engine.settings.max_prompt_tokens:
-                raise invalid("token_ids", f"{len(header.token_ids)} tokens", f"at most {self._engine.settings.max_prompt_tokens}")
+                raise invalid(
+                    "token_ids", f"{len(header.token_ids)} tokens", f"at most {self._engine.settings.max_prompt_tokens}"
+                )
             kv = torch.empty(shape, dtype=convert.dtype(header.dtype))
             wire = ranges(1, 1, kv.nbytes, [(0, 1)])
             await _receive(requests, _memory(kv), wire)
-            key, existed = await self._run(
-                self._engine.put_prefix, TENANT, header.model_id, tuple(header.token_ids), kv
-            )
+            key, existed = await self._run(self._engine.put_prefix, TENANT, header.model_id, tuple(header.token_ids), kv)
             return pb.PutReply(key=key, existed=existed)
 
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseReply:
@@ -177,7 +180,7 @@ class TurnsServicer(_Base, kvcache_pb2_grpc.TurnsServicer):
 
 
 def _memory(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.view(torch.uint8).numpy()).cast("B")
+    return tensor.view(torch.uint8).numpy().data.cast("B")
 
 
 def _wire(turn: Turn, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -1,8 +1,8 @@
 """Agents on a transformers causal LM that share KV through the service.
 
-    shared = SharedModel(model, tokenizer, KVCacheClient("127.0.0.1:50051"))
-    solver = shared.agent("<|im_start|>system\\nYou solve.<|im_end|>\\n<|im_start|>user\\n{question}", produces="answer")
-    answer = solver.run({"question": "What is 3 * 7?"}, max_new_tokens=64)
+shared = SharedModel(model, tokenizer, KVCacheClient("127.0.0.1:50051"))
+solver = shared.agent("<|im_start|>system\\nYou solve.<|im_end|>\\n<|im_start|>user\\n{question}", produces="answer")
+answer = solver.run({"question": "What is 3 * 7?"}, max_new_tokens=64)
 """
 
 from __future__ import annotations
@@ -17,20 +17,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from kvcache_proto.v1 import kvcache_pb2 as pb
 from torch import Tensor
 
 from kvcache_client.adapters.slots import SlotCache
 from kvcache_client.client import KVCacheClient
 from kvcache_client.errors import CacheError
 from kvcache_client.turn import Turn
-from kvcache_proto.v1 import kvcache_pb2 as pb
 
 log = logging.getLogger(__name__)
 
 _DTYPES = {torch.float32: pb.DTYPE_FLOAT32, torch.float16: pb.DTYPE_FLOAT16, torch.bfloat16: pb.DTYPE_BFLOAT16}
 # Architectures whose attention is plain RoPE over K and V per head, with their pairing.
 _PAIRINGS = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi", "phi3", "granite", "olmo", "olmo2", "smollm3"), pb.PAIRING_HALF_SPLIT),
+    **dict.fromkeys(
+        ("llama", "mistral", "qwen2", "qwen3", "phi", "phi3", "granite", "olmo", "olmo2", "smollm3"), pb.PAIRING_HALF_SPLIT
+    ),
     **dict.fromkeys(("cohere", "glm", "glm4"), pb.PAIRING_INTERLEAVED),
 }
 _DIGEST_ELEMENTS = 4096  # elements of each weight that enter the digest
@@ -77,7 +79,9 @@ class Faults:
 class SharedModel:
     """A model, its tokenizer and a client. Raises UnsupportedModel when the model's KV cannot be shared."""
 
-    def __init__(self, model: Any, tokenizer: Any, client: KVCacheClient, *, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, client: KVCacheClient, *, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.client = client
@@ -124,8 +128,8 @@ class Agent:
             segments=[
                 pb.Segment(placeholder=s) if isinstance(s, str) else pb.Segment(fixed=pb.TokenIds(ids=s)) for s in segments
             ],
-            decision=pb.Decision.Value(f"DECISION_{decision.upper()}"),
-            policy=pb.Policy.Value(f"POLICY_{policy.upper()}"),
+            decision=f"DECISION_{decision.upper()}",
+            policy=f"POLICY_{policy.upper()}",
             produces=produces,
         )
         self._template_id = ""
@@ -167,8 +171,7 @@ class Agent:
     def open(self, samples: Mapping[str, tuple[int, ...]], reserve: int, policy: str | None) -> Turn:
         """Register where needed and open a turn. Raises CacheError."""
         self._prime()
-        number = pb.Policy.Value(f"POLICY_{policy.upper()}") if policy else pb.POLICY_UNSPECIFIED
-        return self.shared.client.open_turn(self._template_id, samples, reserve_tokens=reserve, policy=number)
+        return self.shared.client.open_turn(self._template_id, samples, reserve_tokens=reserve, policy=policy)
 
     def _prime(self) -> None:
         """Once per session of the client: register, and store the KV of the role prompt if the service lacks it."""
@@ -183,7 +186,7 @@ class Agent:
             buffer = self.shared.buffer(len(first))
             ids, positions = torch.tensor(first), torch.arange(len(first))
             SlotCache(buffer).forward(self.shared.model, ids, positions, len(first), logits=1)
-            client.put(self._request.model_id, first, memoryview(buffer.view(torch.uint8).numpy()).cast("B"))
+            client.put(self._request.model_id, first, buffer.view(torch.uint8).numpy().data.cast("B"))
         self._template_id, self._generation = reply.template_id, client.generation
 
 
@@ -234,7 +237,8 @@ class Call:
                 if turn.reuses:
                     turn.fetch()
             except CacheError as error:
-                turn = self._lose(error)
+                self._lose(error)
+                turn = None
         self._cache = SlotCache(self._view(turn))
         fresh = torch.tensor(turn.fresh) if turn is not None else torch.arange(self._n)
         probe = [p for s in turn.plan.segments for p in s.fresh[: s.probe_tokens]] if turn is not None else []
@@ -249,7 +253,10 @@ class Call:
 
     @torch.no_grad()
     def score(self, token_ids: Sequence[int]) -> Tensor:
-        """Log-probabilities [len(token_ids), vocabulary] of a given continuation. Needs room in the reserve; decode() may follow."""
+        """Log-probabilities [len(token_ids), vocabulary] of a given continuation; decode() may follow.
+
+        The continuation may be no longer than max_new_tokens.
+        """
         rows = [self._logits[None]]
         if len(token_ids) > 1:
             positions = torch.arange(self._n, self._n + len(token_ids) - 1)

@@ -26,10 +26,7 @@ class FrameError(ValueError):
 def ranges(planes: int, columns: int, row: int, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """(offset, length) in bytes of the column spans [start, end) in every plane, in wire order; empty spans drop out."""
     return [
-        ((plane * columns + start) * row, (end - start) * row)
-        for plane in range(planes)
-        for start, end in spans
-        if end > start
+        ((plane * columns + start) * row, (end - start) * row) for plane in range(planes) for start, end in spans if end > start
     ]
 
 

@@ -1,0 +1,122 @@
+"""Shared fixtures: a tiny random Llama, real servers on free ports, a clock that ticks."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvcache_client import KVCacheClient
+from kvcache_service.catalog.embedded import EmbeddedServer
+from kvcache_service.demo.service import ServiceProcess
+
+VOCABULARY = 256
+
+
+class Clock:
+    """Time that only moves when told."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class ByteTokenizer:
+    """One token per byte: no merges, so that segments and prompts agree by construction."""
+
+    def __call__(self, text: str, add_special_tokens: bool = False) -> dict[str, list[int]]:
+        return {"input_ids": list(text.encode())}
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(ids).decode(errors="replace")
+
+    def get_vocab(self) -> dict[str, int]:
+        return {chr(i): i for i in range(VOCABULARY)}
+
+
+def tiny_llama(seed: int = 0, **overrides: Any) -> LlamaForCausalLM:
+    """Three layers, grouped-query attention, random weights."""
+    settings: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 2048,
+        "eos_token_id": None,
+        "bos_token_id": None,
+        "pad_token_id": None,
+        "initializer_range": 0.1,
+    }
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**(settings | overrides))).eval()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture(scope="session")
+def model() -> LlamaForCausalLM:
+    return tiny_llama()
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> ByteTokenizer:
+    return ByteTokenizer()
+
+
+@pytest.fixture(scope="session")
+def redis_url() -> Iterator[str]:
+    """A real server: a container where Docker answers, else the embedded Valkey."""
+    from docker.errors import DockerException
+    from testcontainers.redis import RedisContainer
+
+    try:
+        container = RedisContainer("valkey/valkey:8")
+    except DockerException:
+        with EmbeddedServer() as server:
+            yield server.url
+        return
+    with container:
+        yield f"redis://{container.get_container_host_ip()}:{container.get_exposed_port(6379)}/0"
+
+
+@pytest.fixture(params=["shared_memory", "stream"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def start_service() -> Callable[..., ServiceProcess]:
+    """The real service as its own process; the caller leaves it with a `with`."""
+
+    def start(**settings: str) -> ServiceProcess:
+        return ServiceProcess(**({"min_samples": "3"} | settings))
+
+    return start
+
+
+@pytest.fixture
+def service(start_service: Callable[..., ServiceProcess]) -> Iterator[ServiceProcess]:
+    with start_service() as running:
+        yield running
+
+
+@pytest.fixture
+def client(service: ServiceProcess, transport: str) -> Iterator[KVCacheClient]:
+    with KVCacheClient(service.target, transport=transport) as connected:
+        yield connected
+    gc.collect()
