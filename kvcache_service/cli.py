@@ -81,6 +81,8 @@ def demo(
     from kvcache_service.demo.run import read_dataset
 
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=140)
     try:
         questions = read_dataset(dataset)
     except ValueError as error:

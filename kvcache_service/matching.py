@@ -27,17 +27,20 @@ class Match:
 
 
 def distances(base: Tensor, candidates: Sequence[Tensor]) -> Tensor:
-    """RMS over all entries of base − candidate, cut to the length of base; float32, one per candidate.
-
-    RMS and not the raw norm: a norm over millions of entries saturates the softmax.
-    """
+    """RMS over all entries of base − candidate, cut to the length of base; float32, one per candidate."""
     tokens = base.shape[2]
     means = [torch.nn.functional.mse_loss(base.float(), c[:, :, :tokens].float()) for c in candidates]
     return torch.stack(means).sqrt()
 
 
-def match(distance: Tensor, gamma: float = GAMMA) -> Match:
-    """w = softmax(−distance), its entropy H(w), and the gate H(w) ≤ γ·log|A|."""
+def match(distance: Tensor, entries: int, gamma: float = GAMMA) -> Match:
+    """Weights and gate from RMS distances over `entries` numbers.
+
+    w = softmax(−RMS) blends: with the raw norm of Eq. 5 the softmax over hundreds of units is one-hot, which is the
+    nearest anchor alone. The gate H(softmax(−‖·‖)) ≤ γ·log|A| keeps the paper's raw norm = RMS·√entries, to whose scale
+    its γ belongs: on the RMS scale it would refuse every sample.
+    """
+    raw = torch.softmax(-distance.double() * math.sqrt(entries), 0)
+    entropy = float(-(raw * raw.clamp_min(1e-300).log()).sum())
     weights = torch.softmax(-distance.double(), 0)
-    entropy = float(-(weights * weights.clamp_min(1e-300).log()).sum())
     return Match(tuple(weights.tolist()), entropy, gamma * math.log(len(distance)))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from docker.errors import DockerException
+from testcontainers.community.redis import RedisContainer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvcache_client import KVCacheClient
@@ -78,20 +81,26 @@ def tokenizer() -> ByteTokenizer:
     return ByteTokenizer()
 
 
+def _container() -> RedisContainer | None:
+    try:
+        return RedisContainer("valkey/valkey:8")
+    except DockerException:
+        return None
+
+
 @pytest.fixture(scope="session")
 def redis_url() -> Iterator[str]:
     """A real server: a container where Docker answers, else the embedded Valkey."""
-    from docker.errors import DockerException
-    from testcontainers.redis import RedisContainer
-
-    try:
-        container = RedisContainer("valkey/valkey:8")
-    except DockerException:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # docker leaves the socket of a failed attempt open
+        container = _container()
+        gc.collect()
+    if container is None:
         with EmbeddedServer() as server:
             yield server.url
-        return
-    with container:
-        yield f"redis://{container.get_container_host_ip()}:{container.get_exposed_port(6379)}/0"
+    else:
+        with container:
+            yield f"redis://{container.get_container_host_ip()}:{container.get_exposed_port(6379)}/0"
 
 
 @pytest.fixture(params=["shared_memory", "stream"])

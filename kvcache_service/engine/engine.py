@@ -110,7 +110,7 @@ class Engine:
         with self._lock:
             expired = [t for t in self._turns.values() if t.deadline <= now]
         for turn in expired:
-            self._release(turn)
+            self._release(turn, lost=True)
 
     # Registration
 
@@ -412,15 +412,16 @@ class Engine:
             )
         return replace(done[2], repeated=True)
 
-    def _release(self, turn: Turn) -> None:
+    def _release(self, turn: Turn, *, lost: bool = False) -> None:
+        """lost: the worker has not said that it is done with the buffer."""
         with turn.lock:
             if turn.phase in (Phase.SETTLED, Phase.RELEASED):
                 return
             turn.phase = Phase.RELEASED
-        self._finish(turn, None, None)
+        self._finish(turn, None, None, lost=lost)
         self._telemetry.turn(TurnReport("aborted", turn.plan.policy.value, "none", turn.plan.prompt_tokens, 0, 0, 0.0))
 
-    def _finish(self, turn: Turn, settlement: Settlement | None, result: Settled | None) -> None:
+    def _finish(self, turn: Turn, settlement: Settlement | None, result: Settled | None, *, lost: bool = False) -> None:
         turn.lease.release()
         turn.staged.clear()
         with self._lock:
@@ -429,7 +430,8 @@ class Engine:
             if session is not None:
                 del session.turns[turn.turn_id]
                 session.requests = {r: t for r, t in session.requests.items() if t != turn.turn_id}
-                (session.shared if turn.buffer.path else session.private).give_back(turn.buffer)
+                pool = session.shared if turn.buffer.path else session.private
+                (pool.discard if lost else pool.give_back)(turn.buffer)
             self._finished[turn.turn_id] = (turn.tenant, settlement, result) if settlement and result else None
             while len(self._finished) > _REMEMBERED:
                 self._finished.popitem(last=False)

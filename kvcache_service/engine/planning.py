@@ -18,8 +18,8 @@ from kvcache_service.prompt import Policy, Role, Span, Template, context_keys, t
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """min_samples: verified samples before a slot is used; boundary: leading tokens of every approximated segment that
-    are recomputed; trailing: tokens of the last segment that are recomputed; max_taint: cap on the taint depth of a
+    """min_samples: verified samples before a slot is used; boundary: leading tokens of every corrected placeholder that
+    are recomputed and probed; trailing: tokens of the last segment that are recomputed; max_taint: cap on the taint depth of a
     base; max_error: held-out error of a predictor, relative to re-position only; gamma: the paper's gate."""
 
     min_samples: int = 12
@@ -131,10 +131,11 @@ class Planner:
             return segment
         span = segment.span
         covered = span.start + _covered(segment)
-        lead = range(span.start, min(span.start + self._settings.boundary, covered))
+        boundary = self._settings.boundary if isinstance(segment.source, Mapped) else 0
+        lead = range(span.start, min(span.start + boundary, covered))
         tail = range(max(span.start, span.end - self._settings.trailing) if last and not span.placeholder else covered, span.end)
         fresh = tuple(sorted({*lead, *tail, *range(covered, span.end)}))
-        return replace(segment, fresh=fresh, probe=tuple(lead) if isinstance(segment.source, Mapped) else ())
+        return replace(segment, fresh=fresh, probe=tuple(lead))
 
     def _paper(self, segments: list[SegmentPlan], samples: Mapping[str, tuple[int, ...]]) -> list[SegmentPlan]:
         """KVCOMM: all placeholders must match, else the whole turn is dense and becomes an anchor."""
@@ -188,7 +189,8 @@ class Planner:
         if same:
             weights: tuple[float, ...] = (1.0,)
         else:
-            match = matching.match(matching.distances(own, [b for b in blobs if b is not None]), self._settings.gamma)
+            distance = matching.distances(own, [b for b in blobs if b is not None])
+            match = matching.match(distance, own.numel(), self._settings.gamma)
             if not match.decisive:
                 return _dense(span, Reason.ENTROPY), None
             weights = match.weights

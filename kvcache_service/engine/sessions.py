@@ -74,7 +74,7 @@ class Settled:
     repeated: bool = False
 
 
-@dataclass
+@dataclass(eq=False)
 class Turn:
     """One agent call in flight. staged: observed position-free KV by first column."""
 
@@ -102,7 +102,7 @@ class Turn:
         return self.buffer.view(self.geometry.shape(self.columns), self.geometry.dtype)
 
 
-@dataclass
+@dataclass(eq=False)
 class Session:
     """One attached worker: its buffers and its turns end with it."""
 

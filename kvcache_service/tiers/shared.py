@@ -20,9 +20,10 @@ from kvcache_service.errors import Code, KVCacheError
 
 _PREFIX = "kvcache-"
 _LOCK = ".lock"
+_GRAIN = 4 << 20  # buffers grow in steps, so that the next, slightly longer turn fits as well
 
 
-@dataclass
+@dataclass(eq=False)
 class Buffer:
     """Bytes that one turn at a time writes into. path is "" when it is private memory (stream transport)."""
 
@@ -92,7 +93,7 @@ def _abandoned(directory: Path) -> bool:
     return True
 
 
-@dataclass
+@dataclass(eq=False)
 class BufferPool:
     """The buffers of one session. Not thread-safe by itself: the engine's lock guards it.
 
@@ -111,12 +112,6 @@ class BufferPool:
             buffer = min(fitting, key=lambda b: b.capacity)
             self._free.remove(buffer)
         else:
-            while self._free and self.held_bytes + size > self.limit:
-                self._discard(self._free.pop())
-            if self.held_bytes + size > self.limit:
-                raise KVCacheError(
-                    Code.QUOTA, f"the session would hold {self.held_bytes + size} bytes of {self.limit}", fix="settle open turns"
-                )
             buffer = self._new(-(-size // _GRAIN) * _GRAIN)
         self._taken.append(buffer)
         return buffer
@@ -125,9 +120,14 @@ class BufferPool:
         self._taken.remove(buffer)
         self._free.append(buffer)
 
+    def discard(self, buffer: Buffer) -> None:
+        """Forget a buffer that its worker may still write into: it must never serve another turn."""
+        self._taken.remove(buffer)
+        self._unlink(buffer)
+
     def close(self) -> None:
         for buffer in [*self._free, *self._taken]:
-            self._discard(buffer)
+            self._unlink(buffer)
         self._free.clear()
         self._taken.clear()
 
@@ -136,13 +136,16 @@ class BufferPool:
         return sum(b.capacity for b in [*self._free, *self._taken])
 
     def _new(self, capacity: int) -> Buffer:
+        while self._free and self.held_bytes + capacity > self.limit:
+            self._unlink(self._free.pop())
+        if self.held_bytes + capacity > self.limit:
+            raise KVCacheError(
+                Code.QUOTA, f"the session would hold {self.held_bytes + capacity} bytes of {self.limit}", fix="settle open turns"
+            )
         if self.directory is None:
             return Buffer("", torch.empty(capacity, dtype=torch.uint8), capacity)
         return self.directory.create(capacity)
 
-    def _discard(self, buffer: Buffer) -> None:
+    def _unlink(self, buffer: Buffer) -> None:
         if self.directory is not None:
             self.directory.unlink(buffer)
-
-
-_GRAIN = 4 << 20  # buffers grow in steps, so that the next, slightly longer turn fits as well

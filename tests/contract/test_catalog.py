@@ -1,0 +1,161 @@
+"""The catalog on a real server: one step per turn, exactly once, bounded, and back after a loss."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+
+import pytest
+import redis
+
+from kvcache_service.catalog.keys import Group, PoolKey
+from kvcache_service.catalog.store import Catalog, Commit, Insert, Limits
+from kvcache_service.errors import Code, KVCacheError
+
+SLOT = "template:1"
+
+
+@pytest.fixture
+def group() -> Group:
+    return Group("tenant", uuid.uuid4().hex)
+
+
+@pytest.fixture
+def pool(group: Group) -> PoolKey:
+    return PoolKey(group, "question", "origin")
+
+
+class Deleted(list[tuple[PoolKey, str]]):
+    """Remembers what was deleted; wait() lets a test follow the reader thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._event = threading.Event()
+
+    def __call__(self, pool: PoolKey, sample: str) -> None:
+        self.append((pool, sample))
+        self._event.set()
+
+    def wait(self) -> None:
+        assert self._event.wait(10)
+
+
+@pytest.fixture
+def make(redis_url: str) -> Iterator[Callable[..., Catalog]]:
+    made: list[Catalog] = []
+
+    def build(holder: str = "boot", limits: Limits | None = None, on_delete: Deleted | None = None, url: str = redis_url) -> Catalog:
+        told = Deleted() if on_delete is None else on_delete
+        catalog = Catalog(url, holder, limits or Limits(), timeout=2.0, on_delete=told, poll_seconds=0.02)
+        made.append(catalog)
+        return catalog
+
+    yield build
+    for catalog in made:
+        catalog.close()
+
+
+def insert(pool: PoolKey, sample: str, slot: str = SLOT, length: int = 5) -> Insert:
+    return Insert(pool, sample, length, slot)
+
+
+def turn() -> str:
+    return uuid.uuid4().hex
+
+
+def test_a_commit_is_visible_at_once_and_repeat_safe(make: Callable[..., Catalog], group: Group, pool: PoolKey) -> None:
+    catalog = make()
+    commit = Commit(group, turn(), inserts=[insert(pool, "s1"), insert(pool, "s2")])
+    first = catalog.commit(commit)
+    assert [i.sample for i in first.accepted] == ["s1", "s2"]
+    assert not first.repeated
+    again = catalog.commit(commit)
+    assert again.repeated
+    assert again.accepted == first.accepted
+    assert [a.sample for a in catalog.anchors(pool, SLOT)] == ["s1", "s2"]
+    assert catalog.pool_sizes() == {pool: 2}
+
+
+def test_a_sample_enters_a_slot_once(make: Callable[..., Catalog], group: Group, pool: PoolKey) -> None:
+    catalog = make()
+    assert catalog.commit(Commit(group, turn(), inserts=[insert(pool, "s")])).accepted
+    assert not catalog.commit(Commit(group, turn(), inserts=[insert(pool, "s")])).accepted
+    assert catalog.commit(Commit(group, turn(), inserts=[insert(pool, "s", "other:3")])).accepted
+    (anchor,) = catalog.anchors(pool, SLOT)
+    assert anchor.slots == {SLOT, "other:3"}
+
+
+def test_prunes_the_least_used_of_the_oldest(make: Callable[..., Catalog], group: Group, pool: PoolKey) -> None:
+    deleted = Deleted()
+    catalog = make(limits=Limits(bound=6, window=5), on_delete=deleted)
+    for i in range(6):
+        catalog.commit(Commit(group, turn(), inserts=[insert(pool, f"s{i}")]))
+    used = ["s0", "s0", "s1", "s1", "s3", "s4"]  # among the 5 oldest, s2 is unused; s5 is too, but it is not old
+    catalog.commit(Commit(group, turn(), uses=[(pool, s) for s in used]))
+    outcome = catalog.commit(Commit(group, turn(), inserts=[insert(pool, "s6")]))
+    assert outcome.deleted == ((pool, "s2"),)
+    assert deleted == [(pool, "s2")]
+    assert {a.sample: a.uses for a in catalog.anchors(pool, SLOT)} == {"s0": 2, "s1": 2, "s3": 1, "s4": 1, "s5": 0, "s6": 0}
+
+
+def test_overlapping_commits_lose_nothing(make: Callable[..., Catalog], group: Group, pool: PoolKey) -> None:
+    catalogs = [make("boot", limits=Limits(bound=1000)) for _ in range(4)]
+    accepted: list[tuple[str, ...]] = []
+
+    def work(index: int) -> None:
+        for n in range(10):
+            commit = Commit(group, turn(), inserts=[insert(pool, f"{index}-{n}"), insert(pool, f"shared-{n}")])
+            accepted.append(tuple(i.sample for i in catalogs[index].commit(commit).accepted))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    flat = sorted(itertools.chain(*accepted))
+    assert flat == sorted([f"{i}-{n}" for i in range(4) for n in range(10)] + [f"shared-{n}" for n in range(10)])
+
+
+def test_another_node_replaces_a_dead_boots_anchor(make: Callable[..., Catalog], group: Group, pool: PoolKey) -> None:
+    deleted = Deleted()
+    old = make("old", on_delete=deleted)
+    old.commit(Commit(group, turn(), inserts=[insert(pool, "s")]))
+    new = make("new")
+    assert new.anchors(pool, SLOT) == ()
+    assert new.commit(Commit(group, turn(), inserts=[insert(pool, "s")])).accepted
+    deleted.wait()  # the old node follows the stream of settle events
+    assert deleted == [(pool, "s")]
+    assert old.anchors(pool, SLOT) == ()
+    assert [a.sample for a in new.anchors(pool, SLOT)] == ["s"]
+
+
+def test_a_flushed_server_gets_the_snapshot_back(
+    make: Callable[..., Catalog], group: Group, pool: PoolKey, redis_url: str
+) -> None:
+    catalog = make()
+    catalog.commit(Commit(group, turn(), inserts=[insert(pool, "s1"), insert(pool, "s2")]))
+    with redis.Redis.from_url(redis_url, decode_responses=True) as server:
+        while server.get(group.epoch) is None:  # the reader has seen this server
+            threading.Event().wait(0.01)
+        threading.Event().wait(0.1)
+        server.delete(pool.key, group.revision, group.events, group.epoch)
+        deadline = threading.Event()
+        for _ in range(500):
+            if server.hlen(pool.key) == 2:
+                break
+            deadline.wait(0.01)
+        assert sorted(server.hkeys(pool.key)) == ["s1", "s2"]
+    assert not catalog.commit(Commit(group, turn(), inserts=[insert(pool, "s1")])).accepted, "still known"
+    assert catalog.commit(Commit(group, turn(), inserts=[insert(pool, "s3")])).accepted
+    assert [a.sample for a in catalog.anchors(pool, SLOT)] == ["s1", "s2", "s3"]
+
+
+def test_a_lost_server_refuses_commits_and_serves_the_snapshot(make: Callable[..., Catalog], group: Group, pool: PoolKey) -> None:
+    catalog = make(url="redis://127.0.0.1:1/0")
+    with pytest.raises(KVCacheError) as error:
+        catalog.commit(Commit(group, turn(), inserts=[insert(pool, "s")]))
+    assert error.value.code is Code.CATALOG
+    assert catalog.anchors(pool, SLOT) == ()
+    assert not catalog.ping()

@@ -1,0 +1,89 @@
+"""The ridge predictor against a direct solution, and what it promises about its held-out error."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvcache_service.predictor import LEAD, RIDGE, RidgeStatistics, RunningMean
+
+LAYERS, HEADS, DIM = 3, 2, 4
+
+
+def draw(tokens: int, seed: int) -> Tensor:
+    return torch.randn(LAYERS, 2, tokens, HEADS, DIM, generator=torch.Generator().manual_seed(seed))
+
+
+def truth(base: Tensor) -> Tensor:
+    """A linear offset with a bias and a jump at the first token."""
+    matrix = 0.5 * torch.randn(LAYERS, 2, HEADS, DIM, DIM, generator=torch.Generator().manual_seed(99))
+    offset = torch.einsum("lcthd,lchde->lcthe", base, matrix) + 0.3
+    offset[:, :, 0] += 2.0
+    return offset
+
+
+def test_solution_equals_the_normal_equations() -> None:
+    samples = [(b := draw(20 + i, i), truth(b)) for i in range(3)]
+    statistics = RidgeStatistics()
+    for base, offset in samples:
+        statistics.add(base, offset)
+    layer, kv, head = 2, 1, 0
+    rows, targets = [], []
+    for base, offset in samples:
+        x = base[layer, kv, :, head].double()
+        lead = torch.zeros(len(x), LEAD, dtype=torch.float64)
+        lead[range(LEAD), range(LEAD)] = 1.0
+        rows.append(torch.cat([x, torch.ones(len(x), 1), lead], 1))
+        targets.append(offset[layer, kv, :, head].double())
+    x, y = torch.cat(rows), torch.cat(targets)
+    gram = x.T @ x
+    penalty = torch.ones(DIM + 1 + LEAD, dtype=torch.float64)
+    penalty[:DIM] = RIDGE * gram.diagonal()[:DIM].mean() + 1e-9
+    penalty[DIM] = 1e-6
+    expected = torch.linalg.inv(gram + penalty.diag()) @ x.T @ y
+    found = statistics.map
+    assert found is not None
+    torch.testing.assert_close(found.weight[layer, kv, head].double(), expected[:DIM] + torch.eye(DIM), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.bias[layer, kv, head].double(), expected[DIM], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.lead[layer, kv, :, head].double(), expected[DIM + 1 :], rtol=1e-4, atol=1e-5)
+    assert found.samples == 3
+
+
+def test_order_of_samples_does_not_matter() -> None:
+    samples = [(b := draw(18, i), truth(b)) for i in range(4)]
+    one, other = RidgeStatistics(), RidgeStatistics()
+    for base, offset in samples:
+        one.add(base, offset)
+    for base, offset in reversed(samples):
+        other.add(base, offset)
+    assert one.map is not None
+    assert other.map is not None
+    torch.testing.assert_close(one.map.weight, other.map.weight, rtol=1e-5, atol=1e-6)
+
+
+def test_held_out_error_falls_where_offsets_are_learnable_and_stays_where_they_are_noise() -> None:
+    learnable, noise = RidgeStatistics(), RidgeStatistics()
+    for seed in range(12):
+        base = draw(40, seed)
+        learnable.add(base, truth(base))
+        noise.add(base, draw(40, 1000 + seed))
+    assert learnable.error < 0.6
+    assert noise.error > 0.95
+
+
+def test_one_short_sample_is_not_singular() -> None:
+    statistics = RidgeStatistics()
+    statistics.add(draw(1, 0), draw(1, 1))
+    assert statistics.map is not None
+    assert torch.isfinite(statistics.map.weight).all()
+
+
+def test_running_mean() -> None:
+    mean = RunningMean()
+    mean.add(torch.tensor([1.0, 3.0]))
+    mean.add(torch.tensor([3.0, 7.0]))
+    assert mean.mean().tolist() == [2.0, 5.0]
+    assert mean.samples == 2
+    with pytest.raises(AssertionError):
+        RunningMean().mean()
