@@ -53,7 +53,14 @@ def build_engine(config: Config, url: str, telemetry: Telemetry) -> Engine:
     boot_id = secrets.token_hex(8)
     limits = Limits(bound=config.pool_anchors, window=config.prune_window)
     plan = PlanSettings(config.min_samples, config.boundary, config.trailing, config.max_taint, config.max_error, config.gamma)
-    settings = EngineSettings(plan, config.session_bytes, config.max_prompt_tokens, config.lease_seconds, config.residual_limit)
+    settings = EngineSettings(
+        plan=plan,
+        session_bytes=config.session_bytes,
+        max_prompt_tokens=config.max_prompt_tokens,
+        lease_seconds=config.lease_seconds,
+        residual_limit=config.residual_limit,
+        max_cost_ratio=config.max_cost_ratio,
+    )
     return Engine(
         settings,
         HostTier(host_budget(config)),

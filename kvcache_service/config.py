@@ -35,6 +35,7 @@ class Config(BaseSettings):
     max_taint: int = Field(4, ge=0, description="how often KV may build on approximated KV")
     max_error: float = Field(1.0, gt=0, description="held-out predictor error, relative to no correction, that stops reuse")
     residual_limit: float = Field(0.15, gt=0, description="probe residual that stops a turn's reuse")
+    max_cost_ratio: float = Field(1.0, gt=0, description="predicted reuse over predicted dense time that stops reuse")
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$")
 
 

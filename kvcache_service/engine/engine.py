@@ -42,6 +42,7 @@ class EngineSettings:
     max_prompt_tokens: int
     lease_seconds: float
     residual_limit: float
+    max_cost_ratio: float
 
 
 @dataclass(frozen=True)
@@ -385,7 +386,7 @@ class Engine:
         reuse = model.predict(len(plan.fresh), plan.prompt_tokens, fetched)
         dense = model.predict(plan.prompt_tokens - exact, plan.prompt_tokens, exact * geometry.token_bytes)
         plan = replace(plan, predicted_reuse=reuse, predicted_dense=dense)
-        return bypass(plan, Reason.COST) if plan.approximated and reuse > dense > 0.0 else plan
+        return bypass(plan, Reason.COST) if plan.approximated and reuse > self.settings.max_cost_ratio * dense > 0.0 else plan
 
     def _commit(self, update: Update) -> bool:
         """Pools first (one atomic step), then what only this node holds. Losing the catalog loses only the pools' part."""

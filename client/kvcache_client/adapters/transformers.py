@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import string
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -134,6 +135,7 @@ class Agent:
         )
         self._template_id = ""
         self._generation = -1
+        self._lock = threading.Lock()
 
     @torch.no_grad()
     def run(
@@ -170,7 +172,8 @@ class Agent:
 
     def open(self, samples: Mapping[str, tuple[int, ...]], reserve: int, policy: str | None) -> Turn:
         """Register where needed and open a turn. Raises CacheError."""
-        self._prime()
+        with self._lock:
+            self._prime()
         return self.shared.client.open_turn(self._template_id, samples, reserve_tokens=reserve, policy=policy)
 
     def _prime(self) -> None:
