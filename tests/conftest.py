@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from docker.errors import DockerException
+from kvcache_client import KVCacheClient
 from testcontainers.community.redis import RedisContainer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvcache_client import KVCacheClient
 from kvcache_service.catalog.embedded import EmbeddedServer
 from kvcache_service.demo.service import ServiceProcess
 

@@ -46,7 +46,9 @@ class Deleted(list[tuple[PoolKey, str]]):
 def make(redis_url: str) -> Iterator[Callable[..., Catalog]]:
     made: list[Catalog] = []
 
-    def build(holder: str = "boot", limits: Limits | None = None, on_delete: Deleted | None = None, url: str = redis_url) -> Catalog:
+    def build(
+        holder: str = "boot", limits: Limits | None = None, on_delete: Deleted | None = None, url: str = redis_url
+    ) -> Catalog:
         told = Deleted() if on_delete is None else on_delete
         catalog = Catalog(url, holder, limits or Limits(), timeout=2.0, on_delete=told, poll_seconds=0.02)
         made.append(catalog)

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-
 from kvcache_client import KVCacheClient
 from kvcache_client.adapters.transformers import Agent, Answer, SharedModel, UnsupportedModel, model_request
+
 from kvcache_service.demo.service import ServiceProcess
 from tests.conftest import ByteTokenizer, tiny_llama
 
@@ -197,7 +197,9 @@ def test_a_killed_service_costs_reuse_not_the_answer(
         assert late.settle().token_ids == answer.token_ids
 
 
-def test_a_service_killed_between_open_and_fetch(start_service: Callable[..., ServiceProcess], model: Any, transport: str) -> None:
+def test_a_service_killed_between_open_and_fetch(
+    start_service: Callable[..., ServiceProcess], model: Any, transport: str
+) -> None:
     with start_service() as service, KVCacheClient(service.target, transport=transport) as client:
         team = Team(model, client)
         expected = team.first.run({"question": question(3)}, max_new_tokens=TOKENS)
@@ -226,7 +228,9 @@ def test_empty_and_single_token_samples(team: Team) -> None:
     for sample in ([], [5]):
         samples = {"question": question(50), "first": sample}
         answer = team.second.run(samples, max_new_tokens=TOKENS)
-        assert answer.prompt_tokens == len(team.second.prompt({"question": team.shared.encode(question(50)), "first": tuple(sample)}))
+        assert answer.prompt_tokens == len(
+            team.second.prompt({"question": team.shared.encode(question(50)), "first": tuple(sample)})
+        )
         again = team.second.run(samples, max_new_tokens=TOKENS)
         assert again.prompt_tokens == answer.prompt_tokens
 
