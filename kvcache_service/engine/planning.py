@@ -157,7 +157,7 @@ class Planner:
         sample = tokens_key(span.token_ids)
         found: tuple[SegmentPlan, SegmentPlan | None] = (_dense(span, Reason.MISS), None)
         for base in self._memory.bases(self._group, span.placeholder, sample):
-            if base.taint > self._settings.max_taint or base.covered < len(span.token_ids):
+            if base.taint > self._settings.max_taint or not base.covered:
                 found = (_dense(span, Reason.TAINT), None)
                 continue
             found = self._blend(span, sample, base)
@@ -177,7 +177,7 @@ class Planner:
         ]
         if not held:
             return _dense(span, Reason.WARMING), None
-        longer = [pair for pair in held if pair[0].length >= len(span.token_ids)]
+        longer = [pair for pair in held if pair[0].length >= base.covered]
         if not longer:
             return _dense(span, Reason.LENGTH), None
         same = [pair for pair in longer if pair[0].sample == sample]
@@ -199,6 +199,8 @@ class Planner:
         self._keys.update(key for pair in offset_keys for key in pair if key)
         self._uses += [(slot.pool, a.sample) for (a, _), w in zip(chosen, weights, strict=True) if w * len(weights) >= 1.0]
         placeholder = self._blended(span, own, [first for first, _ in offset_keys], weights, base.taint)
+        uncovered = tuple(range(span.start + base.covered, span.end))  # T - 1 rule: decoded last, never run
+        placeholder = replace(placeholder, fresh=uncovered)
         following_base = self._memory.fixed_bases.get((self._group.tenant, self._template_id, span.ordinal + 1))
         following_keys = [second for _, second in offset_keys if second]
         if following_base is None or len(following_keys) != len(chosen):

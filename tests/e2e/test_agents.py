@@ -152,6 +152,29 @@ def test_policies(team: Team) -> None:
     paper.abort()
 
 
+@pytest.mark.parametrize(
+    ("gate", "reason"), [("max_error", "quality"), ("residual_limit", "residual"), ("max_cost_ratio", "cost")]
+)
+def test_every_gate_ends_in_a_dense_turn(
+    start_service: Callable[..., ServiceProcess], model: Any, transport: str, gate: str, reason: str
+) -> None:
+    """A gate that refuses costs reuse, never the answer, and is counted under its reason."""
+    with start_service(**{gate: "1e-9"}) as service, KVCacheClient(service.target, transport=transport) as client:
+        team = Team(model, client)
+        team.warm()
+        anchors = service.metrics()["kvcache_anchors"]
+        first = team.first.run({"question": question(100)}, max_new_tokens=TOKENS)
+        samples = {"question": question(100), "first": first.token_ids}
+        answer = team.second.run(samples, max_new_tokens=TOKENS)
+        assert answer.token_ids == dense(team.second, samples).token_ids
+        assert answer.reason == reason
+        metrics = service.metrics()
+        assert metrics[f'kvcache_fallbacks_total{{reason="{reason}"}}'] >= 1
+        if reason == "residual":  # an emergency, not a plan: it proposes nothing
+            assert answer.outcome == "dense"
+            assert metrics["kvcache_anchors"] == anchors
+
+
 def test_a_judge_is_dense_by_default(model: Any, client: KVCacheClient) -> None:
     team = Team(model, client)
     team.warm()

@@ -1,0 +1,100 @@
+"""What a reuse turn finds in its buffer, against the equations computed by hand from what was observed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from kvcache_client import KVCacheClient
+from torch import Tensor
+
+from kvcache_service.demo.service import ServiceProcess
+from kvcache_service.geometry import Pairing, Rope
+from kvcache_service.kernels import reference
+from kvcache_service.predictor import RidgeStatistics
+from tests.e2e.test_agents import TOKENS, Team, question
+
+
+def rope_of(model: Any) -> Rope:
+    inv_freq = tuple(model.model.rotary_emb.inv_freq.double().tolist())
+    return Rope("default", inv_freq, 1.0, Pairing.HALF_SPLIT, 2 * len(inv_freq))
+
+
+def dense_kv(model: Any, ids: list[int]) -> Tensor:
+    """[layers, 2, tokens, kv_heads, head_dim] by transformers, canonical frame, float32."""
+    with torch.no_grad():
+        cache = model(torch.tensor([ids])).cache
+    kv = torch.stack([torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers]).transpose(2, 3)
+    return reference.canonicalise(kv, torch.arange(len(ids)), rope_of(model)).float()
+
+
+def test_guarded_assembly_equals_the_equations(start_service: Callable[..., ServiceProcess], model: Any, transport: str) -> None:
+    """Role prompt exact, placeholders by the ridge map of independently computed samples, fixed text by the mean."""
+    with start_service(boundary="2", trailing="4") as service, KVCacheClient(service.target, transport=transport) as client:
+        team = Team(model, client)
+        segments = team.second.segments  # p0, question, p1, first, p2
+        statistics = {1: RidgeStatistics(), 3: RidgeStatistics()}
+        fixed: list[Tensor] = []
+        bases: dict[int, Tensor] = {}
+
+        def observe(seed: int, *, learn: bool) -> list[int]:
+            text = team.shared.encode(question(seed))
+            first = team.first.run({"question": text}, max_new_tokens=TOKENS)
+            first_ids = team.first.prompt({"question": text})
+            produced = dense_kv(model, [*first_ids, *first.token_ids])
+            start = len(team.first.segments[0])
+            bases[1] = produced[:, :, start : start + len(text)]
+            bases[3] = produced[:, :, len(first_ids) : len(first_ids) + len(first.token_ids) - 1]  # T - 1 rule
+            prompt = team.second.prompt({"question": text, "first": first.token_ids})
+            if learn:
+                team.second.run({"question": text, "first": first.token_ids}, max_new_tokens=TOKENS)
+                whole = dense_kv(model, prompt)
+                at = len(segments[0])
+                for ordinal, length in ((1, len(text)), (3, len(first.token_ids))):
+                    base = bases[ordinal]
+                    statistics[ordinal].add(base, whole[:, :, at : at + base.shape[2]] - base)
+                    at += length
+                    if ordinal == 1:
+                        fixed.append(whole[:, :, at : at + len(segments[2])])
+                        at += len(segments[2])
+            return prompt
+
+        for seed in range(3):
+            observe(seed, learn=True)
+        prompt = observe(50, learn=False)
+        first = tuple(prompt[-len(segments[4]) - TOKENS : -len(segments[4])])
+        call = team.second.begin({"question": question(50), "first": first}, max_new_tokens=TOKENS)
+        turn = call._turn
+        assert turn is not None
+        turn.fetch()
+        found = call._view(turn)[:, :, : len(prompt)].double()
+
+        at = 0
+        rope = rope_of(model)
+        for ordinal, segment in enumerate(segments):
+            if ordinal == 4:
+                break  # recomputed in full: trailing covers it
+            if ordinal == 0:
+                expected = dense_kv(model, list(segment)).double()
+            elif ordinal == 2:
+                expected = torch.stack(fixed).double().mean(0)
+            else:
+                solved = statistics[ordinal].map
+                assert solved is not None
+                base = bases[ordinal]
+                bias = solved.bias[:, :, None].expand(-1, -1, base.shape[2], -1, -1).clone()
+                lead = min(base.shape[2], solved.lead.shape[2])
+                bias[:, :, :lead] += solved.lead[:, :, :lead]
+                expected = reference.linear(base, solved.weight - torch.eye(base.shape[4]), bias)
+                expected[0] = base[0].double()
+            positions = torch.arange(at, at + expected.shape[2])
+            placed = reference.place(expected, positions, rope)
+            got = found[:, :, at : at + expected.shape[2]]
+            assert float((got - placed).norm() / placed.norm()) < 2e-4, ordinal
+            at += len(question(50)) if ordinal == 1 else TOKENS if ordinal == 3 else len(segment)
+        plan = turn.plan.segments
+        assert list(plan[1].fresh) == [plan[1].start, plan[1].start + 1]
+        assert list(plan[3].fresh) == [plan[3].start, plan[3].start + 1, plan[3].start + TOKENS - 1]  # the one without KV
+        assert list(plan[4].fresh) == list(range(len(prompt) - 4, len(prompt)))
+        call.abort()

@@ -1,0 +1,148 @@
+"""Keys that every process computes alike, configuration that refuses typos, frames, cost."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kvcache_proto.v1 import kvcache_pb2 as pb
+from kvcache_proto.v1.tensors import FrameError, FrameWriter, frames, ranges
+from pydantic import ValidationError
+
+from kvcache_service.config import Config, host_budget, refuse_unknown_environment
+from kvcache_service.demo.report import quantile
+from kvcache_service.demo.run import compare, read_dataset
+from kvcache_service.engine.cost import CostModel
+from kvcache_service.errors import Code, KVCacheError
+from kvcache_service.prompt import Fixed, Placeholder, Policy, Role, Template, context_keys, lay_out, tokens_key
+
+TEMPLATE = Template("m", (Fixed((1, 2)), Placeholder("x"), Fixed((3,)), Placeholder("y")), Role.REUSE, Policy.GUARDED, "z")
+
+
+def in_process(code: str, seed: str) -> str:
+    environment = os.environ | {"PYTHONHASHSEED": seed}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout
+
+
+def test_keys_do_not_depend_on_the_process() -> None:
+    code = (
+        "from kvcache_service.prompt import *\n"
+        "t = Template('m', (Fixed((1, 2)), Placeholder('x'), Fixed((3,)), Placeholder('y')), Role.REUSE, Policy.GUARDED, 'z')\n"
+        "print(tokens_key([1, 2, 3]), t.template_id)"
+    )
+    assert in_process(code, "1") == in_process(code, "77") == f"{tokens_key([1, 2, 3])} {TEMPLATE.template_id}\n"
+
+
+def test_golden_token_key() -> None:
+    import hashlib
+
+    by_hand = hashlib.sha256(b"kvcache.tokens.1" + bytes([1, 0, 0, 0, 0, 1, 0, 0])).hexdigest()
+    assert tokens_key([1, 256]) == by_hand
+
+
+def test_context_keys_cover_everything_before() -> None:
+    spans = lay_out(TEMPLATE, {"x": (7, 8), "y": ()})
+    assert [(s.start, s.end, s.placeholder) for s in spans] == [(0, 2, ""), (2, 4, "x"), (4, 5, ""), (5, 5, "y")]
+    keys = context_keys(spans)
+    assert keys[1] == tokens_key([1, 2, 7, 8])
+    assert keys[2] == keys[3] == tokens_key([1, 2, 7, 8, 3])
+
+
+def test_samples_must_fit() -> None:
+    with pytest.raises(KVCacheError, match=r"missing \['y'\], unknown \['q'\]") as error:
+        lay_out(TEMPLATE, {"x": (1,), "q": (1,)})
+    assert error.value.code is Code.TEMPLATE_MISMATCH
+
+
+def test_unknown_settings_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="KVCACHE_REDIS_URI"):
+        refuse_unknown_environment({"KVCACHE_REDIS_URI": "x", "HOME": "/"})
+    monkeypatch.setenv("KVCACHE_GAMMA", "-1")
+    with pytest.raises(ValidationError, match="gamma"):
+        Config()
+    with pytest.raises(ValidationError, match="extra"):
+        Config(gama=1)
+
+
+def test_secrets_do_not_show() -> None:
+    assert "hunter2" not in repr(Config(redis_url="redis://:hunter2@host:1"))
+
+
+def test_a_budget_that_cannot_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="KVCACHE_HOST_BYTES"):
+        host_budget(Config(host_bytes=1 << 60))
+    assert host_budget(Config(host_bytes=1 << 20)) == 1 << 20
+
+
+@given(
+    st.integers(1, 4),
+    st.integers(1, 9),
+    st.integers(1, 5),
+    st.integers(1, 7),
+    st.data(),
+)
+def test_frames_carry_exactly_the_chosen_columns(planes: int, columns: int, row: int, limit: int, data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, columns), min_size=4, max_size=4)))
+    spans = [(cuts[0], cuts[1]), (cuts[2], cuts[3])]
+    source = bytes(range(planes * columns * row)) if planes * columns * row < 256 else bytes(planes * columns * row)
+    wire = ranges(planes, columns, row, spans)
+    sent = list(frames(memoryview(source), wire, limit))
+    assert all(len(f.data) == limit for f in sent[:-1])
+    target = bytearray(b"\xff" * len(source))
+    writer = FrameWriter(memoryview(target), wire, limit)
+    for frame in sent:
+        writer.write(pb.Frame.FromString(frame.SerializeToString()))
+    writer.finish()
+    chosen = {p * columns * row + c * row + i for p in range(planes) for a, b in spans for c in range(a, b) for i in range(row)}
+    assert bytes(target) == bytes(source[i] if i in chosen else 0xFF for i in range(len(source)))
+
+
+def test_damaged_and_incomplete_frames_are_refused() -> None:
+    wire = ranges(1, 1, 8, [(0, 1)])
+    (frame,) = frames(memoryview(b"12345678"), wire)
+    flipped = pb.Frame(data=b"12345679", crc32=frame.crc32)
+    with pytest.raises(FrameError, match="checksum") as error:
+        FrameWriter(memoryview(bytearray(8)), wire).write(flipped)
+    assert error.value.checksum
+    with pytest.raises(FrameError, match="0 bytes instead of the announced 8"):
+        FrameWriter(memoryview(bytearray(8)), wire).finish()
+
+
+def test_cost_model_recovers_a_linear_law_and_is_silent_before() -> None:
+    model = CostModel()
+    assert model.predict(10, 100, 0) == 0.0
+    for fresh, context in [(10, 100), (50, 100), (100, 400), (400, 400), (30, 300), (200, 900), (7, 50), (80, 640)]:
+        model.report(fresh, context, 0.05 + 0.002 * fresh + 0.0001 * fresh * context / 1000.0, 1000, 0.003)
+    assert model.predict(60, 500, 2000) == pytest.approx(0.05 + 0.12 + 0.003 + 0.006, rel=0.02)
+
+
+def test_datasets(tmp_path: Path) -> None:
+    assert len(read_dataset(None)) >= 24
+    good = tmp_path / "good.jsonl"
+    good.write_text('{"question": "a"}\n\n{"prompt": "b"}\n')
+    assert read_dataset(good) == ["a", "b"]
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"question": "a"}\n{"text": "b"}\n')
+    with pytest.raises(ValueError, match="line 2"):
+        read_dataset(bad)
+
+
+def test_kl_and_agreement() -> None:
+    reference = torch.tensor([[0.5, 0.5], [0.9, 0.1]]).log()
+    other = torch.tensor([[0.25, 0.75], [0.9, 0.1]]).log()
+    kl, top1 = compare(reference, other)
+    first = 0.5 * torch.log(torch.tensor(0.5 / 0.25)) + 0.5 * torch.log(torch.tensor(0.5 / 0.75))
+    assert kl == pytest.approx(float(first) / 2, rel=1e-5)
+    assert top1 in (0.5, 1.0)
+    assert compare(reference, reference) == (0.0, 1.0)
+
+
+def test_quantile() -> None:
+    assert quantile([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert quantile([0.0, 1.0], 0.95) == pytest.approx(0.95)
