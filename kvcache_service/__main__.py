@@ -87,8 +87,15 @@ async def serve(config: Config) -> None:
         engine = build_engine(config, url, telemetry)
         stack.callback(engine.close)
         executor = stack.enter_context(ThreadPoolExecutor(config.threads, thread_name_prefix="engine"))
+        settling = stack.enter_context(ThreadPoolExecutor(config.threads, thread_name_prefix="settle"))
         server = Server(
-            engine, telemetry, executor, listen=config.listen, host_id=host_id(), shared_memory_dir=config.shared_memory_dir
+            engine,
+            telemetry,
+            executor,
+            settling,
+            listen=config.listen,
+            host_id=host_id(),
+            shared_memory_dir=config.shared_memory_dir,
         )
         metrics = stack.enter_context(_metrics(config, telemetry))
         stop = asyncio.Event()

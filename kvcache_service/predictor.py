@@ -51,34 +51,30 @@ class RidgeStatistics:
             self._judge(self.map, base, target)
         transposed = features.transpose(-1, -2)
         gram, cross = transposed @ features, transposed @ target
-        if self._gram is None or self._cross is None:
-            self._gram, self._cross = gram, cross
-        else:
-            self._gram += gram
-            self._cross += cross
+        if self._gram is not None and self._cross is not None:
+            gram, cross = gram + self._gram, cross + self._cross
+        self.map = self._solve(gram, cross)
+        self._gram, self._cross = gram, cross
         self.samples += 1
-        self.map = self._solve()
 
     @property
     def nbytes(self) -> int:
         return sum(t.nbytes for t in (self._gram, self._cross) if t is not None)
 
-    def _solve(self) -> LinearMap:
+    def _solve(self, gram: Tensor, cross: Tensor) -> LinearMap:
         """The ridge solution; float64 inside, positive definite by its penalty."""
-        assert self._gram is not None
-        assert self._cross is not None
-        diagonal = self._gram.diagonal(dim1=-2, dim2=-1)
-        dim = self._cross.shape[-1]
+        diagonal = gram.diagonal(dim1=-2, dim2=-1)
+        dim = cross.shape[-1]
         penalty = torch.ones_like(diagonal)  # lead indicators: shrunk as if one sample without offset had been seen
         penalty[..., :dim] = RIDGE * diagonal[..., :dim].mean(-1, keepdim=True) + 1e-9
         penalty[..., dim] = 1e-6
-        factor = torch.linalg.cholesky(self._gram + torch.diag_embed(penalty))
-        weights = torch.cholesky_solve(self._cross, factor).float()
+        factor = torch.linalg.cholesky(gram + torch.diag_embed(penalty))
+        weights = torch.cholesky_solve(cross, factor).float()
         return LinearMap(
             weight=weights[..., :dim, :] + torch.eye(dim),
             bias=weights[..., dim, :].contiguous(),
             lead=weights[..., dim + 1 :, :].transpose(2, 3).contiguous(),
-            samples=self.samples,
+            samples=self.samples + 1,
             error=self.error,
         )
 

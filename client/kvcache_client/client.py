@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -76,11 +77,11 @@ class KVCacheClient:
         self._buffers = Buffers()
         self.generation = 0  # grows with every session: what was Put into an earlier boot may be gone
 
-    def connect(self) -> None:
+    def connect(self) -> _Session:
         """Make sure that a session is attached. Raises CacheError; cheap when all is well."""
         with self._lock:
             if self._session is not None and self._session.alive.is_set():
-                return
+                return self._session
             wait = self._not_before - self._clock()
             if wait > 0:
                 raise CacheError("UNAVAILABLE", f"the service is lost; next attempt in {wait:.1f} s", fix="prefill", retry=True)
@@ -91,20 +92,17 @@ class KVCacheClient:
                     self._call(self._kvcache.RegisterModel, model)
                 for template in self._templates.values():
                     self._call(self._kvcache.RegisterTemplate, template)
-            except CacheError:
-                self._drop_session()
-                self._cooldown = min(_MAX_COOLDOWN, self._cooldown * 2 or 0.1)
-                self._not_before = self._clock() + self._cooldown
+            except CacheError as error:
+                self.lost(error)
                 raise
             self._cooldown = 0.0
             self.generation += 1
+            return self._session
 
     @property
     def transport(self) -> str:
         """The transport in use; connects first."""
-        self.connect()
-        assert self._session is not None
-        return "shared_memory" if self._session.transport == pb.TRANSPORT_SHARED_MEMORY else "stream"
+        return "shared_memory" if self.connect().transport == pb.TRANSPORT_SHARED_MEMORY else "stream"
 
     def register_model(self, request: pb.RegisterModelRequest) -> str:
         """Returns the model id, a content hash."""
@@ -152,17 +150,16 @@ class KVCacheClient:
         policy: str | None = None,
     ) -> Turn:
         """Ask what can be reused for this prompt; policy overrides the template's own. Raises CacheError."""
-        self.connect()
-        assert self._session is not None
+        session = self.connect()
         template = self._templates[template_id]
         model = self._models[template.model_id]
         request = pb.OpenTurnRequest(
-            session_id=self._session.session_id,
+            session_id=session.session_id,
             request_id=uuid.uuid4().hex,
             template_id=template_id,
             samples=[pb.Sample(placeholder=name, token_ids=ids) for name, ids in samples.items()],
             reserve_tokens=reserve_tokens,
-            transport=self._session.transport,
+            transport=session.transport,
             policy=f"POLICY_{policy.upper()}" if policy else None,
         )
         plan = self._call(self._turns.OpenTurn, request)
@@ -171,12 +168,20 @@ class KVCacheClient:
             self._kvcache,
             plan,
             self._buffers,
+            lost=self.lost,
             planes=model.layers * 2,
             row_bytes=model.kv_heads * model.head_dim * _ITEM_BYTES[model.dtype],
             reserve=reserve_tokens,
             dtype=model.dtype,
             timeout=self._timeout,
         )
+
+    def lost(self, error: CacheError) -> None:
+        """The service did not answer: drop the session and pause, so that a hanging service costs one timeout, not many."""
+        with self._lock:
+            self._drop_session()
+            self._cooldown = min(_MAX_COOLDOWN, self._cooldown * 2 or 0.1)
+            self._not_before = self._clock() + self._cooldown
 
     def close(self) -> None:
         """End the session; the service frees all that it held."""
@@ -232,7 +237,7 @@ class KVCacheClient:
         return _Session(event.session_id, event.boot_id, transport, alive, end)
 
     def _choose(self, hello: pb.HelloReply) -> pb.Transport:
-        offered = pb.TRANSPORT_SHARED_MEMORY in hello.transports and Path(hello.shared_memory_dir).is_dir()
+        offered = pb.TRANSPORT_SHARED_MEMORY in hello.transports and _reachable(hello)
         if self._transport == "shared_memory" and not offered:
             raise CacheError("SHARED_MEMORY", "the service is on another host", fix="use transport='stream'")
         wanted = offered and self._transport != "stream"
@@ -250,7 +255,18 @@ class KVCacheClient:
             translated = from_rpc(error)
             if translated.code == "STALE_BOOT" and self._session is not None:
                 self._session.alive.clear()
+            elif translated.silent and self._session is not None:
+                self.lost(translated)
             raise translated from error
+
+
+def _reachable(hello: pb.HelloReply) -> bool:
+    """Containers of one host may have shared memory of their own: only opening the service's file tells."""
+    try:
+        os.close(os.open(Path(hello.shared_memory_dir) / f"kvcache-{hello.boot_id}" / ".lock", os.O_RDWR))
+    except OSError:
+        return False
+    return True
 
 
 def _host_id() -> str:

@@ -24,6 +24,11 @@ class CacheError(Exception):
         self.fix = fix
         self.retry = retry
 
+    @property
+    def silent(self) -> bool:
+        """True when the service did not answer at all."""
+        return self.code in ("UNAVAILABLE", "DEADLINE_EXCEEDED")
+
 
 def from_rpc(error: grpc.RpcError) -> CacheError:
     """The service's ErrorDetail where it sent one."""

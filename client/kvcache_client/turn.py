@@ -38,6 +38,7 @@ class Turn:
         reserve: int,
         dtype: pb.DType,
         timeout: float,
+        lost: Callable[[CacheError], None],
     ) -> None:
         self._stub = stub
         self._kvcache = kvcache
@@ -47,13 +48,18 @@ class Turn:
         self._reserve = reserve
         self._dtype = dtype
         self._timeout = timeout
+        self._lost = lost
         self._over = False
         self._private: bytearray | None = None
         self.plan = plan
         self.fetch_seconds = 0.0
         size = planes * plan.buffer_tokens * row_bytes
         if plan.buffer_path:
-            self.buffer = buffers.map(plan.buffer_path, plan.buffer_bytes)[:size]
+            try:
+                self.buffer = buffers.map(plan.buffer_path, plan.buffer_bytes)[:size]
+            except CacheError:
+                self.release()
+                raise
         else:
             self._private = buffers.take(size)
             self.buffer = memoryview(self._private)[:size]
@@ -84,7 +90,7 @@ class Turn:
             if self._private is not None:
                 writer.finish()
 
-        _call(read)
+        self._call(read)
         if summary is None:
             raise CacheError("MISS", "the service ended the stream early", fix="prefill")
         self.fetch_seconds = time.perf_counter() - started
@@ -99,7 +105,7 @@ class Turn:
                 for frame in frames(self.buffer, self._wire([(start, start + tokens)])):
                     yield pb.ObserveRequest(frame=frame)
 
-        _call(lambda: self._stub.Observe(requests(), timeout=self._timeout))
+        self._call(lambda: self._stub.Observe(requests(), timeout=self._timeout))
 
     def settle(
         self,
@@ -126,7 +132,7 @@ class Turn:
                 ttft_seconds=ttft_seconds, first_forward_seconds=first_forward_seconds, fetch_seconds=self.fetch_seconds
             ),
         )
-        reply = _call(lambda: self._stub.SettleTurn(request, timeout=self._timeout))
+        reply = self._call(lambda: self._stub.SettleTurn(request, timeout=self._timeout))
         self._close()
         return reply
 
@@ -134,7 +140,7 @@ class Turn:
         """Give the turn up; never raises. A service that is gone has nothing left to free."""
         if not self._over:
             with contextlib.suppress(CacheError):
-                _call(lambda: self._kvcache.Release(pb.ReleaseRequest(turn_id=self.plan.turn_id), timeout=self._timeout))
+                self._call(lambda: self._kvcache.Release(pb.ReleaseRequest(turn_id=self.plan.turn_id), timeout=self._timeout))
             self._close()
 
     def __enter__(self) -> Turn:
@@ -155,11 +161,15 @@ class Turn:
     def _wire(self, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         return ranges(self._planes, self.plan.buffer_tokens, self._row, spans)
 
-
-def _call(rpc: Callable[[], Reply]) -> Reply:
-    try:
-        return rpc()
-    except grpc.RpcError as error:
-        raise from_rpc(error) from error
-    except FrameError as error:
-        raise CacheError("CHECKSUM", str(error), fix="prefill") from error
+    def _call(self, rpc: Callable[[], Reply]) -> Reply:
+        try:
+            return rpc()
+        except grpc.RpcError as error:
+            translated = from_rpc(error)
+            if translated.silent:
+                # The session went with the service, and the turn with the session: nothing is left to release.
+                self._close()
+                self._lost(translated)
+            raise translated from error
+        except FrameError as error:
+            raise CacheError("CHECKSUM", str(error), fix="prefill") from error

@@ -79,7 +79,7 @@ class Team:
             call = agent.begin(needed, max_new_tokens=max(self._answer_tokens, SCORED_TOKENS), policy=policies[0])
             call.prefill()
             kl, top1 = compare(reference, call.score(tokens))
-            samples[name] = call.decode()[: self._answer_tokens]
+            samples[name] = call.decode(limit=self._answer_tokens)
             measured.append(Measured(name, policies[0], call.settle(), ttft_dense, kl, top1))
         return measured
 

@@ -47,9 +47,9 @@ def _kernel_source(source: Source) -> cpu.LayerSource:
             return cpu.mapped(base, map.weight, map.bias, map.lead)
 
 
-def take_out(buffer: Tensor, start: int, end: int, geometry: Geometry) -> Tensor:
-    """Position-free copy of the observed columns [start, end)."""
-    return cpu.canonicalise(buffer[:, :, start:end], torch.arange(start, end), geometry.rope)
+def take_out(kv: Tensor, start: int, geometry: Geometry) -> Tensor:
+    """Position-free copy of observed KV whose first column lies at position `start`."""
+    return cpu.canonicalise(kv, torch.arange(start, start + kv.shape[2]), geometry.rope)
 
 
 def fetched_tokens(plan: Plan) -> int:

@@ -17,7 +17,7 @@ from kvcache_service.catalog.keys import Group, PoolKey
 from kvcache_service.catalog.store import Catalog
 from kvcache_service.engine import assembly
 from kvcache_service.engine.cost import CostModel
-from kvcache_service.engine.memory import Memory
+from kvcache_service.engine.memory import LAYER_ZERO_TOLERANCE, Memory
 from kvcache_service.engine.plan import Action, Plan, Reason
 from kvcache_service.engine.planning import Planner, PlanSettings, bypass
 from kvcache_service.engine.sessions import Phase, Session, Settled, Settlement, Turn, Verdict
@@ -30,6 +30,7 @@ from kvcache_service.telemetry import Telemetry, TurnReport
 from kvcache_service.tiers.host import HostTier
 from kvcache_service.tiers.shared import BufferPool, SharedDirectory
 
+Finished = tuple[str, Verdict, Settled]  # tenant, and what the turn was settled with
 _REMEMBERED = 20_000  # finished turns, so that a repeated call gets its first answer
 
 
@@ -82,7 +83,7 @@ class Engine:
         self._prefix_digests: dict[str, bytes] = {}
         self._sessions: dict[str, Session] = {}
         self._turns: dict[str, Turn] = {}
-        self._finished: OrderedDict[str, tuple[str, Settlement, Settled] | None] = OrderedDict()
+        self._finished: OrderedDict[str, Finished | None] = OrderedDict()
         telemetry.watch(self.gauges)
 
     # Sessions
@@ -155,20 +156,30 @@ class Engine:
             raise invalid("dtype", f"{kv.dtype}", f"send {geometry.dtype}")
         _refuse_non_finite(kv)
         digest = hashlib.blake2b(kv.contiguous().view(torch.uint8).numpy().data, digest_size=16).digest()
+        canonical = cpu.canonicalise(kv, torch.arange(len(token_ids)), geometry.rope)
         key = self._memory.exact_key(Group(tenant, model_id), tokens_key(token_ids), 0)
         with self._lock:
+            zero = self._memory.layer_zero(tenant, geometry)
             if self._tier.has(key):
                 if self._prefix_digests.get(key) == digest:
                     return key, True
-                raise KVCacheError(
-                    Code.CONFLICT, "other KV is stored for this prefix", field="token_ids", fix="use what is stored"
-                )
-        canonical = cpu.canonicalise(kv, torch.arange(len(token_ids)), geometry.rope)
-        with self._lock:
+                raise KVCacheError(Code.CONFLICT, "other KV is stored here", field="token_ids", fix="use what is stored")
+            if zero.error(token_ids, canonical) > LAYER_ZERO_TOLERANCE:
+                raise invalid("data", "layer 0 belongs to other tokens", "send the KV of exactly these tokens from position 0 on")
             self._tier.put(key, canonical)
-            self._prefix_digests[key] = digest
-            self._memory.layer_zero(geometry).learn(token_ids, canonical)
+            self._prefix_digests = {k: d for k, d in self._prefix_digests.items() if self._tier.has(k)} | {key: digest}
+            zero.learn(token_ids, canonical)
         return key, False
+
+    def check_put(self, model_id: str, tokens: int, shape: tuple[int, ...]) -> None:
+        """Refuse a Put before its bytes are taken in. Raises UNKNOWN_MODEL, INVALID or QUOTA."""
+        geometry = self.model(model_id)
+        if shape != geometry.shape(tokens):
+            raise invalid("shape", f"{list(shape)}", f"send {list(geometry.shape(tokens))}")
+        if tokens > self.settings.max_prompt_tokens:
+            raise invalid("token_ids", f"{tokens} tokens", f"at most {self.settings.max_prompt_tokens}")
+        if tokens * geometry.token_bytes > self._tier.budget:
+            raise KVCacheError(Code.QUOTA, f"{tokens * geometry.token_bytes} bytes", field="shape", fix="raise host_bytes")
 
     # The turn
 
@@ -188,8 +199,14 @@ class Engine:
         started = self._clock()
         with self._lock:
             session = self._session(tenant, session_id)
+            asked = (template_id, tuple(sorted(samples.items())), reserve, share, policy)
             if request_id in session.requests:
-                return Opened(self._find(tenant, session.requests[request_id]), 0.0)
+                turn_id, first_asked = session.requests[request_id]
+                if first_asked != asked:
+                    raise KVCacheError(
+                        Code.CONFLICT, "the id belongs to another request", field="request_id", fix="send a new id"
+                    )
+                return Opened(self._find(tenant, turn_id), 0.0)
             template = self._templates.get((tenant, template_id))
             if template is None:
                 raise KVCacheError(
@@ -223,7 +240,7 @@ class Engine:
                 deadline=self._clock() + self.settings.lease_seconds,
             )
             self._turns[turn.turn_id] = session.turns[turn.turn_id] = turn
-            session.requests[request_id] = turn.turn_id
+            session.requests[request_id] = (turn.turn_id, asked)
         elapsed = self._clock() - started
         self._telemetry.match.observe(elapsed)
         return Opened(turn, elapsed)
@@ -248,6 +265,8 @@ class Engine:
         self._require(turn, Phase.PLANNED, Phase.ASSEMBLED)
         if dtype != turn.geometry.dtype:
             raise invalid("dtype", f"{dtype}", f"send {turn.geometry.dtype}")
+        if start > turn.plan.prompt_tokens:
+            raise invalid("start", f"{start}", f"start within the prompt or at its end, {turn.plan.prompt_tokens}")
         if not tokens or start + tokens > turn.plan.prompt_tokens + turn.reserve:
             raise invalid(
                 "tokens",
@@ -256,19 +275,21 @@ class Engine:
             )
         return turn
 
-    def observe(self, turn: Turn, start: int, tokens: int) -> int:
+    def observe(self, turn: Turn, start: int, tokens: int, received: Tensor | None) -> int:
         """Stage what the worker computed: pure dense segments and decoded tokens. Returns the staged bytes.
 
-        The KV lies in the turn's buffer already, at its own columns. Nothing outside the turn changes.
+        received: [layers, 2, tokens, kv_heads, head_dim] from a stream; None: the KV lies in the shared buffer, at its own
+        columns. Nothing outside the turn changes.
         """
         end = start + tokens
         prompt = turn.plan.prompt_tokens
         wanted = [(s.span.start, s.span.end) for s in turn.plan.pure() if start <= s.span.start and s.span.end <= end]
         if end > prompt:
-            wanted.append((max(start, prompt), end))
+            wanted.append((prompt, end))
         with turn.lock:
             self._require(turn, Phase.PLANNED, Phase.ASSEMBLED)
-            staged = {a: assembly.take_out(turn.tensor, a, b, turn.geometry) for a, b in wanted if a < b}
+            kv = turn.tensor[:, :, start:end] if received is None else received
+            staged = {a: assembly.take_out(kv[:, :, a - start : b - start], a, turn.geometry) for a, b in wanted if a < b}
             for kv in staged.values():
                 _refuse_non_finite(kv)
             turn.staged.update(staged)
@@ -286,8 +307,8 @@ class Engine:
         turn = self._find(tenant, turn_id)
         started = self._clock()
         with turn.lock:
-            if turn.result is not None:
-                return self._repeat(self._finished[turn_id], settlement)
+            if turn.result is not None and turn.verdict is not None:
+                return self._repeat((tenant, turn.verdict, turn.result), settlement)
             self._require(turn, Phase.PLANNED, Phase.ASSEMBLED)
             update = Update(turn, settlement, self._memory, self.settings.plan.max_taint)
             update.validate()
@@ -297,8 +318,9 @@ class Engine:
             for name, count in update.counts().items():
                 self._telemetry.candidates.labels(name).inc(count)
             turn.result = Settled(update.candidates, len(update.accepted), tuple(update.refused), committed)
+            turn.verdict = settlement.verdict
             turn.phase = Phase.SETTLED
-        self._finish(turn, settlement, turn.result)
+        self._finish(turn, (turn.tenant, settlement.verdict, turn.result))
         self._report(turn, settlement)
         self._telemetry.settle.observe(self._clock() - started)
         return turn.result
@@ -405,11 +427,10 @@ class Engine:
             update.learn(self._lock)
         return committed
 
-    def _repeat(self, done: tuple[str, Settlement, Settled] | None, settlement: Settlement) -> Settled:
-        assert done is not None
-        if done[1].verdict is not settlement.verdict:
+    def _repeat(self, done: Finished, settlement: Settlement) -> Settled:
+        if done[1] is not settlement.verdict:
             raise KVCacheError(
-                Code.STATE, f"the turn was settled as {done[1].verdict.name.lower()}", field="verdict", fix="settle a turn once"
+                Code.STATE, f"the turn was settled as {done[1].name.lower()}", field="verdict", fix="settle a turn once"
             )
         return replace(done[2], repeated=True)
 
@@ -419,10 +440,10 @@ class Engine:
             if turn.phase in (Phase.SETTLED, Phase.RELEASED):
                 return
             turn.phase = Phase.RELEASED
-        self._finish(turn, None, None, lost=lost)
+        self._finish(turn, None, lost=lost)
         self._telemetry.turn(TurnReport("aborted", turn.plan.policy.value, "none", turn.plan.prompt_tokens, 0, 0, 0.0))
 
-    def _finish(self, turn: Turn, settlement: Settlement | None, result: Settled | None, *, lost: bool = False) -> None:
+    def _finish(self, turn: Turn, done: Finished | None, *, lost: bool = False) -> None:
         turn.lease.release()
         turn.staged.clear()
         with self._lock:
@@ -430,10 +451,10 @@ class Engine:
             session = self._sessions.get(turn.session_id)
             if session is not None:
                 del session.turns[turn.turn_id]
-                session.requests = {r: t for r, t in session.requests.items() if t != turn.turn_id}
+                session.requests = {r: known for r, known in session.requests.items() if known[0] != turn.turn_id}
                 pool = session.shared if turn.buffer.path else session.private
                 (pool.discard if lost else pool.give_back)(turn.buffer)
-            self._finished[turn.turn_id] = (turn.tenant, settlement, result) if settlement and result else None
+            self._finished[turn.turn_id] = done
             while len(self._finished) > _REMEMBERED:
                 self._finished.popitem(last=False)
 

@@ -96,11 +96,15 @@ class Memory:
         self.fixed_bases: dict[tuple[str, str, int], Tensor] = {}
         self.anchors: dict[tuple[PoolKey, str], AnchorTensors] = {}
         self._bases: dict[tuple[Group, str, str], dict[str, Base]] = defaultdict(dict)
+        self._prune_at = 1024
         self._norms: dict[Slot, deque[float]] = {}
-        self._layer_zero: dict[str, LayerZero] = {}
+        self._layer_zero: dict[Group, LayerZero] = {}
 
-    def layer_zero(self, geometry: Geometry) -> LayerZero:
-        return self._layer_zero.setdefault(geometry.model_id, LayerZero(geometry))
+    def layer_zero(self, tenant: str, geometry: Geometry) -> LayerZero:
+        group = Group(tenant, geometry.model_id)
+        if group not in self._layer_zero:
+            self._layer_zero[group] = LayerZero(geometry)
+        return self._layer_zero[group]
 
     def exact_key(self, group: Group, context: str, start: int) -> str:
         """KV of tokens [start, end) behind exactly the tokens before; `context` is the key of all tokens to `end`."""
@@ -119,6 +123,10 @@ class Memory:
 
     def add_base(self, group: Group, placeholder: str, sample: str, base: Base) -> None:
         self._bases[group, placeholder, sample][base.origin] = base
+        if len(self._bases) >= self._prune_at:
+            for known in list(self._bases):
+                self.bases(*known)
+            self._prune_at = 2 * len(self._bases) + 1024
 
     def base_key(self, group: Group, placeholder: str, sample: str, origin: str) -> str:
         return f"{group.tag}:base:{origin}:{placeholder}:{sample}"

@@ -63,7 +63,8 @@ class Planner:
             else:
                 segments = self._guarded(segments, samples)
         segments = _compute_last(segments)
-        return Plan(policy, tuple(segments), frozenset(self._keys), tuple(self._uses), contexts=contexts)
+        plan = Plan(policy, tuple(segments), frozenset(self._keys), tuple(self._uses), contexts=contexts)
+        return plan if plan.approximated else replace(plan, uses=())
 
     def _exact(self, span: Span, context: str) -> SegmentPlan:
         """EXACT where the KV of these tokens behind this very prefix is stored; undecided (DENSE, MISS) elsewhere."""
@@ -142,9 +143,9 @@ class Planner:
         out: list[SegmentPlan] = []
         following: SegmentPlan | None = None
         for segment in segments:
-            if following is not None and not segment.span.placeholder and segment.action is not Action.EXACT:
-                segment = replace(following, span=segment.span)
-                following = None
+            before, following = following, None  # it belongs to the very next segment or to none
+            if before is not None and not segment.span.placeholder and segment.action is not Action.EXACT:
+                segment = replace(before, span=segment.span)
             elif segment.span.placeholder and segment.action is not Action.EXACT:
                 segment, following = self._paper_placeholder(segment.span)
                 if segment.action is Action.DENSE:
@@ -241,4 +242,4 @@ def _compute_last(segments: Sequence[SegmentPlan]) -> list[SegmentPlan]:
 
 def bypass(plan: Plan, reason: Reason) -> Plan:
     """The same turn without approximation."""
-    return replace(plan, segments=tuple(_compute_last(_all_dense(plan.segments, reason))))
+    return replace(plan, segments=tuple(_compute_last(_all_dense(plan.segments, reason))), uses=())

@@ -90,6 +90,7 @@ class Turn:
     deadline: float
     phase: Phase = Phase.PLANNED
     staged: dict[int, Tensor] = field(default_factory=dict)
+    verdict: Verdict | None = None
     result: Settled | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -111,7 +112,7 @@ class Session:
     shared: BufferPool
     private: BufferPool
     turns: dict[str, Turn] = field(default_factory=dict)
-    requests: dict[str, str] = field(default_factory=dict)  # request id -> turn id
+    requests: dict[str, tuple[str, object]] = field(default_factory=dict)  # request id -> turn id, what was asked
 
     @property
     def held_bytes(self) -> int:

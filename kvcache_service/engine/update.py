@@ -96,7 +96,7 @@ class Update:
         self._collect_output()
 
     def _agrees_with_layer_zero(self, pure: Iterable[SegmentPlan]) -> bool:
-        zero, turn = self._memory.layer_zero(self._turn.geometry), self._turn
+        zero, turn = self._memory.layer_zero(self._turn.tenant, self._turn.geometry), self._turn
         runs = [(s.span.token_ids, turn.staged[s.span.start]) for s in pure]
         output = turn.staged.get(turn.plan.prompt_tokens)
         if output is not None:
@@ -106,13 +106,12 @@ class Update:
 
     def _collect_placeholder(self, span: Span, kv: Tensor, key: str, following: SegmentPlan | None) -> None:
         sample = tokens_key(span.token_ids)
-        own_origin = f"{self._turn.template.template_id}:{span.ordinal}"
         bases = self._memory.bases(self._group, span.placeholder, sample)
         if not bases:
-            base = Base(own_origin, len(span.token_ids), 0, key)
+            base = Base(f"{self._turn.template.template_id}:{span.ordinal}", len(span.token_ids), 0, key)
             self._bases.append(_NewBase(span.placeholder, sample, base, None))
         for base in bases:
-            if base.origin != own_origin:
+            if base.key != key:  # the base of an overlapping turn with this very prefix: no offset to learn from
                 self._collect_offset(span, kv, base, sample, following)
 
     def _collect_offset(self, span: Span, kv: Tensor, base: Base, sample: str, following: SegmentPlan | None) -> None:
@@ -159,7 +158,7 @@ class Update:
 
     def keep_local(self) -> None:
         """Store what belongs to this node alone. A full host tier refuses single tensors, never the turn."""
-        zero = self._memory.layer_zero(self._turn.geometry)
+        zero = self._memory.layer_zero(self._turn.tenant, self._turn.geometry)
         for key, span, kv in self._exact:
             if self._put(key, kv):
                 zero.learn(span.token_ids, kv)
@@ -175,6 +174,11 @@ class Update:
         """Add the accepted candidates to pools and predictors. `lock` guards memory; sums are solved outside it."""
         accepted = {(i.pool, i.sample, i.slot) for i in self.accepted}
         tenant, template_id = self._turn.tenant, self._turn.template.template_id
+        if accepted:
+            with lock:
+                for _, span, kv in self._exact:
+                    if not span.placeholder:
+                        self._memory.learn_fixed(tenant, template_id, span.ordinal, kv)
         for offset in self._offsets:
             if (offset.slot.pool, offset.sample, offset.slot.name) not in accepted:
                 continue
@@ -185,7 +189,6 @@ class Update:
                 following = None
                 if offset.following is not None:
                     span, kv = offset.following
-                    self._memory.learn_fixed(tenant, template_id, span.ordinal, kv)
                     fixed_base = self._memory.fixed_bases.get((tenant, template_id, span.ordinal))
                     following = kv - fixed_base if fixed_base is not None else None
                 try:

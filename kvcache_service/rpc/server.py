@@ -29,7 +29,15 @@ class Server:
     """The service on its socket. Health per service name: "" is the process, kvcache.v1.* need the metadata store."""
 
     def __init__(
-        self, engine: Engine, telemetry: Telemetry, executor: Executor, *, listen: str, host_id: str, shared_memory_dir: Path
+        self,
+        engine: Engine,
+        telemetry: Telemetry,
+        executor: Executor,
+        settling: Executor,
+        *,
+        listen: str,
+        host_id: str,
+        shared_memory_dir: Path,
     ) -> None:
         self._engine = engine
         self._executor = executor
@@ -44,7 +52,7 @@ class Server:
         self._server = grpc.aio.server(options=options)
         kvcache = KVCacheServicer(engine, telemetry, executor, host_id=host_id, shared_memory_dir=shared_memory_dir)
         kvcache_pb2_grpc.add_KVCacheServicer_to_server(kvcache, self._server)
-        kvcache_pb2_grpc.add_TurnsServicer_to_server(TurnsServicer(engine, telemetry, executor), self._server)
+        kvcache_pb2_grpc.add_TurnsServicer_to_server(TurnsServicer(engine, telemetry, executor, settling), self._server)
         self._health = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = [s.full_name for s in pb.DESCRIPTOR.services_by_name.values()]

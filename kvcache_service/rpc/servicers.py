@@ -18,7 +18,7 @@ from kvcache_proto.v1 import kvcache_pb2_grpc
 from kvcache_proto.v1.tensors import FRAME_BYTES, FrameError, FrameWriter, frames, ranges
 from torch import Tensor
 
-from kvcache_service.engine.engine import Engine
+from kvcache_service.engine.engine import Engine, Opened
 from kvcache_service.engine.sessions import Turn
 from kvcache_service.errors import Code, KVCacheError, invalid
 from kvcache_service.rpc import convert
@@ -81,7 +81,7 @@ class KVCacheServicer(_Base, kvcache_pb2_grpc.KVCacheServicer):
             )
 
     async def Attach(self, requests: AsyncIterator[pb.Heartbeat], context: Context) -> AsyncIterator[pb.SessionEvent]:
-        session_id = self._engine.open_session(TENANT)
+        session_id = await self._run(self._engine.open_session, TENANT)
         try:
             yield pb.SessionEvent(session_id=session_id, boot_id=self._engine.boot_id)
             async for _ in requests:
@@ -92,7 +92,7 @@ class KVCacheServicer(_Base, kvcache_pb2_grpc.KVCacheServicer):
 
     async def RegisterModel(self, request: pb.RegisterModelRequest, context: Context) -> pb.RegisterModelReply:
         async with self._translated(context):
-            return pb.RegisterModelReply(model_id=self._engine.register_model(convert.geometry(request)))
+            return pb.RegisterModelReply(model_id=await self._run(self._engine.register_model, convert.geometry(request)))
 
     async def RegisterTemplate(self, request: pb.RegisterTemplateRequest, context: Context) -> pb.RegisterTemplateReply:
         async with self._translated(context):
@@ -102,14 +102,8 @@ class KVCacheServicer(_Base, kvcache_pb2_grpc.KVCacheServicer):
     async def Put(self, requests: AsyncIterator[pb.PutRequest], context: Context) -> pb.PutReply:
         async with self._translated(context):
             header = (await _first(requests)).header
-            geometry = self._engine.model(header.model_id)
             shape = tuple(header.shape)
-            if shape != geometry.shape(len(header.token_ids)):
-                raise invalid("shape", f"{list(shape)}", f"send {list(geometry.shape(len(header.token_ids)))}")
-            if len(header.token_ids) > self._engine.settings.max_prompt_tokens:
-                raise invalid(
-                    "token_ids", f"{len(header.token_ids)} tokens", f"at most {self._engine.settings.max_prompt_tokens}"
-                )
+            await self._run(self._engine.check_put, header.model_id, len(header.token_ids), shape)
             kv = torch.empty(shape, dtype=convert.dtype(header.dtype))
             wire = ranges(1, 1, kv.nbytes, [(0, 1)])
             await _receive(requests, _memory(kv), wire)
@@ -122,7 +116,11 @@ class KVCacheServicer(_Base, kvcache_pb2_grpc.KVCacheServicer):
 
 
 class TurnsServicer(_Base, kvcache_pb2_grpc.TurnsServicer):
-    """One turn: open, fetch, observe, settle."""
+    """One turn: open, fetch, observe, settle. Settling has threads of its own: a slow metadata store stops no other call."""
+
+    def __init__(self, engine: Engine, telemetry: Telemetry, executor: Executor, settling: Executor) -> None:
+        super().__init__(engine, telemetry, executor)
+        self._settling = settling
 
     async def OpenTurn(self, request: pb.OpenTurnRequest, context: Context) -> pb.OpenTurnReply:
         async with self._translated(context):
@@ -130,7 +128,7 @@ class TurnsServicer(_Base, kvcache_pb2_grpc.TurnsServicer):
                 raise invalid("request_id", "empty", "send a unique id, so that the call can be repeated")
             if request.transport not in (pb.TRANSPORT_SHARED_MEMORY, pb.TRANSPORT_STREAM):
                 raise invalid("transport", f"{request.transport}", "send SHARED_MEMORY or STREAM")
-            opened = await self._run(
+            opening = self._run(
                 self._engine.open_turn,
                 TENANT,
                 request.session_id,
@@ -141,8 +139,18 @@ class TurnsServicer(_Base, kvcache_pb2_grpc.TurnsServicer):
                 share=request.transport == pb.TRANSPORT_SHARED_MEMORY,
                 policy=convert.policy(request.policy),
             )
+            opened = await self._or_release(asyncio.ensure_future(opening))
             settings = self._engine.settings
             return convert.opened(opened, settings.residual_limit, settings.lease_seconds)
+
+    async def _or_release(self, opening: asyncio.Future[Opened]) -> Opened:
+        """A client that went away while its turn was opened will never name it: give it up here."""
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            opened = await opening
+            await self._run(self._engine.release, TENANT, opened.turn.turn_id)
+            raise
 
     async def FetchTurn(self, request: pb.FetchTurnRequest, context: Context) -> AsyncIterator[pb.FetchTurnReply]:
         async with self._translated(context):
@@ -158,18 +166,21 @@ class TurnsServicer(_Base, kvcache_pb2_grpc.TurnsServicer):
     async def Observe(self, requests: AsyncIterator[pb.ObserveRequest], context: Context) -> pb.ObserveReply:
         async with self._translated(context):
             header = (await _first(requests)).header
-            turn = self._engine.check_observation(
-                TENANT, header.turn_id, header.start, header.tokens, convert.dtype(header.dtype)
+            turn = await self._run(
+                self._engine.check_observation, TENANT, header.turn_id, header.start, header.tokens, convert.dtype(header.dtype)
             )
+            received = None
             if not turn.buffer.path:
-                wire = _wire(turn, [(header.start, header.start + header.tokens)])
-                await _receive(requests, _memory(turn.buffer.bytes), wire)
-            staged = await self._run(self._engine.observe, turn, header.start, header.tokens)
+                # Into memory of its own: by the time the last frame is here, the turn's buffer may serve another turn.
+                received = torch.empty(turn.geometry.shape(header.tokens), dtype=turn.geometry.dtype)
+                await _receive(requests, _memory(received), ranges(1, 1, received.nbytes, [(0, 1)]))
+            staged = await self._run(self._engine.observe, turn, header.start, header.tokens, received)
             return pb.ObserveReply(bytes=staged)
 
     async def SettleTurn(self, request: pb.SettleTurnRequest, context: Context) -> pb.SettleTurnReply:
         async with self._translated(context):
-            settled = await self._run(self._engine.settle, TENANT, request.turn_id, convert.settlement(request))
+            settle = partial(self._engine.settle, TENANT, request.turn_id, convert.settlement(request))
+            settled = await asyncio.get_running_loop().run_in_executor(self._settling, settle)
             return pb.SettleTurnReply(
                 repeated=settled.repeated,
                 candidates=settled.candidates,

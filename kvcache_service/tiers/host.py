@@ -44,9 +44,9 @@ class HostTier:
     def put(self, key: str, blob: Tensor) -> None:
         """Store or replace. The old bytes of a replaced key stay with their leases."""
         with self._lock:
+            self._make_room(blob.nbytes)
             if key in self._blobs:
                 self._drop(key)
-            self._make_room(blob.nbytes)
             self._blobs[key] = blob
             self._used += blob.nbytes
 

@@ -35,9 +35,9 @@ def test_valkey_killed_in_mid_turn(start_service: Callable[..., ServiceProcess],
         call.decode()
         assert call.settle().token_ids == dense(team.second, samples).token_ids
         assert not team.shared.faults.by_code, "losing the catalog is no fault of a turn"
-        assert service.metrics()["kvcache_catalog_commit_failures_total"] == 1
         # The snapshot serves on, and the supervisor brings Valkey back on the same port.
-        assert team.ask(question(101))[1].outcome == "reuse"
+        answer = team.ask(question(105))[1]
+        assert (answer.outcome, answer.reason) == ("reuse", "none")
         while service.metrics()["kvcache_catalog_up"] != 1:
             pass
         assert valkey_pid(service) > 0
@@ -69,6 +69,12 @@ def test_a_silent_server_stops_nobody(start_service: Callable[..., ServiceProces
         os.kill(pid, signal.SIGSTOP)
         try:
             assert team.ask(question(102))[1].outcome == "reuse"
+            first = team.first.run({"question": question(103)}, max_new_tokens=TOKENS)
+            samples = {"question": question(103), "first": first.token_ids}
+            answer = team.second.run(samples, max_new_tokens=TOKENS, policy="off")  # proposes anchors
+            assert answer.token_ids == dense(team.second, samples).token_ids
+            assert service.metrics()["kvcache_catalog_commit_failures_total"] == 1
+            assert not team.shared.faults.by_code
         finally:
             os.kill(pid, signal.SIGCONT)
 

@@ -19,7 +19,7 @@ from tests.conftest import ByteTokenizer, tiny_llama
 FIRST = "You ask. {question} Now:"
 SECOND = "You are the second agent, answer. {question} First said: {first} Now say:"
 TOKENS = 12
-WARM = 5
+WARM = 10
 
 
 def question(seed: int) -> str:

@@ -31,9 +31,7 @@ log = logging.getLogger(__name__)
 _DTYPES = {torch.float32: pb.DTYPE_FLOAT32, torch.float16: pb.DTYPE_FLOAT16, torch.bfloat16: pb.DTYPE_BFLOAT16}
 # Architectures whose attention is plain RoPE over K and V per head, with their pairing.
 _PAIRINGS = {
-    **dict.fromkeys(
-        ("llama", "mistral", "qwen2", "qwen3", "phi", "phi3", "granite", "olmo", "olmo2", "smollm3"), pb.PAIRING_HALF_SPLIT
-    ),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi", "phi3", "granite", "olmo", "olmo2"), pb.PAIRING_HALF_SPLIT),
     **dict.fromkeys(("cohere", "glm", "glm4"), pb.PAIRING_INTERLEAVED),
 }
 _DIGEST_ELEMENTS = 4096  # elements of each weight that enter the digest
@@ -104,11 +102,14 @@ class SharedModel:
         critics that compare candidates. policy: guarded, paper or off.
         """
         segments: list[tuple[int, ...] | str] = []
+        text = ""
         for literal, name, _, _ in string.Formatter().parse(template):
-            if literal:
-                segments.append(self.encode(literal))
+            text += literal  # an escaped brace splits literals: one fixed segment all the same
             if name is not None:
-                segments.append(name)
+                segments += [self.encode(text), name] if text else [name]
+                text = ""
+        if text:
+            segments.append(self.encode(text))
         return Agent(self, segments, produces, decision, policy)
 
     def buffer(self, columns: int) -> Tensor:
@@ -152,8 +153,12 @@ class Agent:
         samples: text, or the token_ids of another agent's Answer. cache=False prefills without asking the service.
         """
         call = self.begin(samples, max_new_tokens=max_new_tokens, policy=policy, cache=cache)
-        call.prefill()
-        call.decode(sampler)
+        try:
+            call.prefill()
+            call.decode(sampler)
+        except BaseException:
+            call.abort()  # the model or the sampler failed: the service must not wait for this turn
+            raise
         return call.settle()
 
     def begin(
@@ -189,7 +194,10 @@ class Agent:
             buffer = self.shared.buffer(len(first))
             ids, positions = torch.tensor(first), torch.arange(len(first))
             SlotCache(buffer).forward(self.shared.model, ids, positions, len(first), logits=1)
-            client.put(self._request.model_id, first, buffer.view(torch.uint8).numpy().data.cast("B"))
+            try:
+                client.put(self._request.model_id, first, buffer.view(torch.uint8).numpy().data.cast("B"))
+            except CacheError as error:
+                self.shared.faults.count(error)  # turns work without it; they teach the role prompt as well
         self._template_id, self._generation = reply.template_id, client.generation
 
 
@@ -268,16 +276,16 @@ class Call:
         return torch.cat(rows).float().log_softmax(-1)
 
     @torch.no_grad()
-    def decode(self, sampler: Sampler = greedy) -> tuple[int, ...]:
-        """Generate up to max_new_tokens; a stop token ends it and is not part of the answer."""
-        logits = self._logits
+    def decode(self, sampler: Sampler = greedy, *, limit: int | None = None) -> tuple[int, ...]:
+        """Generate up to max_new_tokens, or `limit` if that is less; a stop token ends it and is not part of the answer."""
+        logits, most = self._logits, min(self._max_new, limit or self._max_new)
         while True:
             token = sampler(logits)
             if token in self._shared.stop_ids:
                 self._stopped = True
                 break
             self._tokens.append(token)
-            if len(self._tokens) == self._max_new:
+            if len(self._tokens) == most:
                 break
             position = self._n + len(self._tokens) - 1
             ids, positions = torch.tensor([token]), torch.tensor([position])
@@ -308,7 +316,7 @@ class Call:
 
     def _settle(self, turn: Turn) -> None:
         # T - 1 rule: the last token of an answer cut by the length limit was never run and has no KV.
-        kv_tokens = len(self._tokens) if self._stopped else len(self._tokens) - 1
+        kv_tokens = len(self._tokens) if self._stopped else max(0, len(self._tokens) - 1)
         first = self._first_pure(turn)
         if not self._rejected and self._n + kv_tokens > first:
             turn.observe(first, self._n + kv_tokens - first)
@@ -337,20 +345,20 @@ class Call:
 
     def _judge(self, turn: Turn, probe: list[int], corrected: Tensor) -> None:
         """Verify before Act: is corrected KV closer to the recomputed one than re-positioned KV? If not, prefill."""
-        fresh = self._cache.buffer[1:, :, probe]
+        fresh, corrected = self._cache.buffer[1:, :, probe].float(), corrected.float()
         done = 0
         for ordinal, segment in enumerate(turn.plan.segments):
             count = segment.probe_tokens
             if count:
                 rows = slice(done, done + count)
-                plain = self._cache.buffer[1:, :, segment.probe : segment.probe + count]
+                plain = self._cache.buffer[1:, :, segment.probe : segment.probe + count].float()
                 energy = fresh[:, :, rows].square().sum()
                 residuals = [float((fresh[:, :, rows] - kv).square().sum() / energy) for kv in (corrected[:, :, rows], plain)]
                 self._probes.append(pb.ProbeResidual(segment=ordinal, corrected=residuals[0], repositioned=residuals[1]))
                 done += count
         mean = sum(p.corrected for p in self._probes) / len(self._probes)
         unaided = sum(p.repositioned for p in self._probes) / len(self._probes)
-        if mean > min(turn.plan.residual_limit, unaided):
+        if not mean <= min(turn.plan.residual_limit, unaided):  # so that NaN is refused too
             self._rejected, self._reason = True, pb.REASON_RESIDUAL
             self._logits = self._forward(torch.arange(self._n))
 
