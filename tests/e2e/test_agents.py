@@ -12,9 +12,10 @@ import pytest
 import torch
 from kvcache_client import KVCacheClient
 from kvcache_client.adapters.transformers import Agent, Answer, SharedModel, UnsupportedModel, model_request
+from kvcache_proto.v1 import kvcache_pb2 as pb
 
 from kvcache_service.demo.service import ServiceProcess
-from tests.conftest import ByteTokenizer, tiny_llama
+from tests.conftest import ByteTokenizer, Clock, tiny_llama
 
 FIRST = "You ask. {question} Now:"
 SECOND = "You are the second agent, answer. {question} First said: {first} Now say:"
@@ -266,6 +267,44 @@ def test_adjacent_leading_trailing_and_repeated_placeholders(team: Team) -> None
     again = odd.run(samples, max_new_tokens=TOKENS)
     assert again.token_ids == expected
     assert again.outcome == "reuse"
+
+
+def test_an_escaped_brace_does_not_split_a_fixed_segment(team: Team) -> None:
+    agent = team.shared.agent('{question} in JSON: {{"a": 1}} now')
+    assert agent.segments == ["question", team.shared.encode(' in JSON: {"a": 1} now')]
+
+
+def test_one_document_behind_different_questions(team: Team) -> None:
+    """The same text in the same place, but never behind the same prefix: it warms like any other."""
+    reader = team.shared.agent("Read. {question} The document: {document} Answer:")
+    document = "all that is written here is written here again"
+    outcomes = [
+        reader.run({"question": question(seed), "document": f"{document} {seed % 4}"}, max_new_tokens=TOKENS).outcome
+        for seed in range(10)
+    ]
+    # The questions are new every time (MISS), so the document's own KV is what is reused in the end.
+    last = reader.begin({"question": question(99), "document": f"{document} 1"}, max_new_tokens=TOKENS)
+    assert last._turn is not None
+    actions = [s.action for s in last._turn.plan.segments]
+    last.abort()
+    assert outcomes[-1] == "partial"
+    assert actions[3] == pb.ACTION_REUSE
+
+
+def test_a_hanging_service_costs_one_timeout(start_service: Callable[..., ServiceProcess], model: Any, clock: Clock) -> None:
+    with start_service() as service, KVCacheClient(service.target, timeout=0.5, clock=clock) as client:
+        team = Team(model, client)
+        expected = team.first.run({"question": question(3)}, max_new_tokens=TOKENS).token_ids
+        os.kill(service.process.pid, signal.SIGSTOP)
+        try:
+            answers = [team.first.run({"question": question(3)}, max_new_tokens=TOKENS) for _ in range(4)]
+        finally:
+            os.kill(service.process.pid, signal.SIGCONT)
+        assert {a.token_ids for a in answers} == {expected}
+        assert {a.reason for a in answers} == {"service"}
+        assert team.shared.faults.by_code == {"DEADLINE_EXCEEDED": 1, "UNAVAILABLE": 3}
+        clock.tick(10.0)
+        assert team.first.run({"question": question(3)}, max_new_tokens=TOKENS).outcome == "reuse"
 
 
 def test_an_edited_template_is_another_template(team: Team) -> None:

@@ -203,9 +203,11 @@ def test_opens(
     refused(code, field, status, lambda: raw.turns.OpenTurn(raw.open_request(session_id, **changes)))
 
 
-def test_the_same_request_opens_one_turn(raw: Raw, session_id: str) -> None:
+def test_the_same_request_opens_one_turn(raw: Raw, session_id: str, refused: Refused) -> None:
     request = raw.open_request(session_id)
     assert raw.turns.OpenTurn(request).turn_id == raw.turns.OpenTurn(request).turn_id
+    other = raw.open_request(session_id, request_id=request.request_id, reserve_tokens=5)
+    refused("CONFLICT", "request_id", grpc.StatusCode.ALREADY_EXISTS, lambda: raw.turns.OpenTurn(other))
 
 
 def test_unknown_turns(raw: Raw, refused: Refused) -> None:
@@ -225,6 +227,7 @@ def test_observations(raw: Raw, turn: pb.OpenTurnReply, refused: Refused) -> Non
     refused("INVALID", "dtype", INVALID, lambda: raw.observe(turn_id, 0, 7, dtype=pb.DTYPE_UNSPECIFIED))
     refused("INVALID", "tokens", INVALID, lambda: raw.observe(turn_id, 0, 12))
     refused("INVALID", "tokens", INVALID, lambda: raw.observe(turn_id, 0, 0))
+    refused("INVALID", "start", INVALID, lambda: raw.observe(turn_id, 8, 1))
     refused("INVALID", "frame", INVALID, lambda: raw.observe(turn_id, 0, 7, bytes(7 * TOKEN_BYTES - 1)))
     refused("INVALID", "frame", INVALID, lambda: raw.observe(turn_id, 0, 7, bytes(7 * TOKEN_BYTES + 1)))
     refused("INVALID", "frame", INVALID, lambda: raw.observe(turn_id, 0, 7, bytes(FRAME_BYTES + 1)))
@@ -295,6 +298,8 @@ def test_puts(raw: Raw, refused: Refused) -> None:
     assert not put(good).existed
     assert put(good).existed
     refused("CONFLICT", "token_ids", grpc.StatusCode.ALREADY_EXISTS, lambda: put(b"\x01" + good[1:]))
+    other = struct.pack(f"<{2 * TOKEN_BYTES // 4}f", *[1.0] * (2 * TOKEN_BYTES // 4))
+    refused("INVALID", "data", INVALID, lambda: put(other, ids=[9, 9], tokens=2))  # layer 0 of token 9 is known to be 0
 
 
 def test_a_client_from_another_age(raw: Raw, refused: Refused) -> None:
