@@ -35,8 +35,9 @@ def main() -> None:
     if beside:
         other = beside["summary"]
         closing += (
-            f" KVCOMM's own policy on the same turns: {other['token_reuse']:.0%} of tokens, {other['call_reuse']:.0%} of calls, "
-            f"mean KL {other['kl_mean']:.4f}, top-1 {other['top1']:.3f}."
+            f"\nKVCOMM's policy on the same turns, on our bases: {other['token_reuse']:.0%} of tokens, "
+            f"{other['call_reuse']:.0%} of calls, mean KL {other['kl_mean']:.4f}, top-1 {other['top1']:.3f}.\n"
+            "Made by `make demo` and `benchmarks/headline.py`."
         )
     readme = ROOT / "README.md"
     text = BLOCK.sub(lambda m: m[1] + HEAD + "".join(lines) + closing + "\n" + m[2], readme.read_text())

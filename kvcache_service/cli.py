@@ -47,7 +47,7 @@ def serve(
         refuse_unknown_environment(dict(os.environ))
         config = Config(**{k: v for k, v in flags.items() if v is not None})  # type: ignore[arg-type]
         main(config)
-    except ValueError as error:
+    except (ValueError, RuntimeError, OSError) as error:  # a bad setting, or an address that is taken
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
 

@@ -9,6 +9,7 @@ from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 PREFIX = "KVCACHE_"
+ADDRESS = r"^.+:\d{1,5}$"  # host:port
 
 
 class Config(BaseSettings):
@@ -16,8 +17,8 @@ class Config(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True)
 
-    listen: str = Field("127.0.0.1:50051", description="gRPC address; port 0 picks a free one")
-    metrics_listen: str = Field("127.0.0.1:9464", description="address of /metrics; port 0 picks a free one")
+    listen: str = Field("127.0.0.1:50051", pattern=ADDRESS, description="gRPC address; port 0 picks a free one")
+    metrics_listen: str = Field("127.0.0.1:9464", pattern=ADDRESS, description="address of /metrics; port 0 picks a free one")
     redis_url: SecretStr | None = Field(None, description="Redis or Valkey URL; none: an embedded Valkey")
     redis_timeout: float = Field(1.0, gt=0, description="seconds before the metadata store counts as down")
     host_bytes: int | None = Field(None, gt=0, description="host tier budget; none: half of the memory that is free at start")

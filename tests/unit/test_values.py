@@ -70,6 +70,23 @@ def test_unknown_settings_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         Config(gama=1)
 
 
+@pytest.mark.parametrize(
+    ("environment", "arguments", "message"),
+    [
+        ({"KVCACHE_GAMA": "1"}, [], "unknown setting KVCACHE_GAMA"),
+        ({"KVCACHE_GAMMA": "x"}, [], "gamma"),
+        ({"KVCACHE_HOST_BYTES": str(1 << 60)}, [], "lower KVCACHE_HOST_BYTES"),
+        ({}, ["--listen", "nowhere"], "listen"),
+    ],
+)
+def test_serve_names_what_is_wrong(environment: dict[str, str], arguments: list[str], message: str) -> None:
+    command = [sys.executable, "-m", "kvcache_service.cli", "serve", *arguments]
+    run = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 2
+    assert message in run.stderr
+    assert "Traceback" not in run.stderr
+
+
 def test_secrets_do_not_show() -> None:
     assert "hunter2" not in repr(Config(redis_url="redis://:hunter2@host:1"))
 
