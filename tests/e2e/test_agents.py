@@ -292,7 +292,7 @@ def test_one_document_behind_different_questions(team: Team) -> None:
 
 
 def test_a_hanging_service_costs_one_timeout(start_service: Callable[..., ServiceProcess], model: Any, clock: Clock) -> None:
-    with start_service() as service, KVCacheClient(service.target, timeout=0.5, clock=clock) as client:
+    with start_service() as service, KVCacheClient(service.target, timeout=2.0, clock=clock) as client:
         team = Team(model, client)
         expected = team.first.run({"question": question(3)}, max_new_tokens=TOKENS).token_ids
         os.kill(service.process.pid, signal.SIGSTOP)

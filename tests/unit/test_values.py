@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvcache_proto.v1 import kvcache_pb2 as pb
 from kvcache_proto.v1.tensors import FrameError, FrameWriter, frames, ranges
@@ -104,6 +104,7 @@ def test_a_budget_that_cannot_fit_is_refused() -> None:
     st.integers(1, 7),
     st.data(),
 )
+@settings(deadline=None)
 def test_frames_carry_exactly_the_chosen_columns(planes: int, columns: int, row: int, limit: int, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, columns), min_size=4, max_size=4)))
     spans = [(cuts[0], cuts[1]), (cuts[2], cuts[3])]
