@@ -12,8 +12,6 @@ from rich.table import Table
 
 from kvcache_service.demo.run import Measured
 
-PLOTTED = ("dense", "reuse")
-
 
 class Summary(TypedDict):
     """One policy over all measured turns. speedup: dense TTFT / TTFT; *_reuse: shares."""

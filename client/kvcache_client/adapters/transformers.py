@@ -214,7 +214,6 @@ class Call:
     ) -> None:
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {max_new_tokens}; ask for one or more")
-        self._agent = agent
         self._shared = agent.shared
         self._clock = self._shared.clock
         self._started = self._clock()
