@@ -224,7 +224,7 @@ class Engine:
                 raise invalid("samples", f"{total} tokens with the reserve", f"stay within {longest}")
             group = Group(tenant, template.model_id)
             planner = Planner(self.settings.plan, self._memory, self._catalog.anchors, group, template)
-            plan = self._weigh_cost(planner.plan(samples, spans, policy or template.policy), geometry)
+            plan = self._weigh_cost(planner.plan(spans, policy or template.policy), geometry)
             columns = plan.prompt_tokens + reserve + len(plan.probe)
             buffer = (session.shared if share else session.private).take(columns * geometry.token_bytes)
             turn = Turn(

@@ -71,6 +71,7 @@ class SegmentPlan:
 
     source: None for a dense segment; it may cover fewer leading tokens than the span (the rest is fresh).
     fresh: absolute positions that the worker computes; probe: those of them whose residual is judged.
+    keys: blobs that the source reads; uses: anchors that carried weight in it.
     """
 
     span: Span
@@ -81,19 +82,29 @@ class SegmentPlan:
     probe: tuple[int, ...] = ()
     anchors: int = 0
     taint: int = 0
+    keys: frozenset[str] = frozenset()
+    uses: tuple[tuple[PoolKey, str], ...] = ()
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a turn may take from the cache. keys: blobs to lease; uses: anchors that carried weight."""
+    """What a turn may take from the cache."""
 
     policy: Policy
     segments: tuple[SegmentPlan, ...]
-    keys: frozenset[str] = frozenset()
-    uses: tuple[tuple[PoolKey, str], ...] = ()
     predicted_reuse: float = 0.0
     predicted_dense: float = 0.0
     contexts: Sequence[str] = field(default=())
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """The blobs to lease: exactly those that assembly will read."""
+        return frozenset().union(*(s.keys for s in self.segments))
+
+    @property
+    def uses(self) -> tuple[tuple[PoolKey, str], ...]:
+        """The anchors that carried weight."""
+        return tuple(use for s in self.segments for use in s.uses)
 
     @property
     def prompt_tokens(self) -> int:

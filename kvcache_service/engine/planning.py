@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -47,10 +47,8 @@ class Planner:
         self._group = group
         self._template = template
         self._template_id = template.template_id
-        self._keys: set[str] = set()
-        self._uses: list[tuple[PoolKey, str]] = []
 
-    def plan(self, samples: Mapping[str, tuple[int, ...]], spans: Sequence[Span], policy: Policy) -> Plan:
+    def plan(self, spans: Sequence[Span], policy: Policy) -> Plan:
         contexts = context_keys(spans)
         if policy is Policy.OFF:
             segments = [_dense(span, Reason.POLICY_OFF) for span in spans]
@@ -59,12 +57,11 @@ class Planner:
             if self._template.role is Role.DENSE:
                 segments = _all_dense(segments, Reason.ROLE)
             elif policy is Policy.PAPER:
-                segments = self._paper(segments, samples)
+                segments = self._paper(segments)
             else:
-                segments = self._guarded(segments, samples)
+                segments = self._guarded(segments)
         segments = _compute_last(segments)
-        plan = Plan(policy, tuple(segments), frozenset(self._keys), tuple(self._uses), contexts=contexts)
-        return plan if plan.approximated else replace(plan, uses=())
+        return Plan(policy, tuple(segments), contexts=contexts)
 
     def _exact(self, span: Span, context: str) -> SegmentPlan:
         """EXACT where the KV of these tokens behind this very prefix is stored; undecided (DENSE, MISS) elsewhere."""
@@ -74,10 +71,9 @@ class Planner:
         base = self._memory.tier.get(key)
         if base is None:
             return _dense(span, Reason.MISS)
-        self._keys.add(key)
-        return SegmentPlan(span, Action.EXACT, source=Repositioned(base))
+        return SegmentPlan(span, Action.EXACT, source=Repositioned(base), keys=frozenset({key}))
 
-    def _guarded(self, segments: list[SegmentPlan], samples: Mapping[str, tuple[int, ...]]) -> list[SegmentPlan]:
+    def _guarded(self, segments: list[SegmentPlan]) -> list[SegmentPlan]:
         out, pure = [], True
         for segment in segments:
             if segment.action is not Action.EXACT:
@@ -110,8 +106,8 @@ class Planner:
         tensor = self._memory.tier.get(base.key)
         if tensor is None:
             return _dense(span, Reason.MISS)
-        self._keys.add(base.key)
-        return SegmentPlan(span, Action.REUSE, source=Mapped(tensor, best), anchors=best.samples, taint=base.taint)
+        source = Mapped(tensor, best)
+        return SegmentPlan(span, Action.REUSE, source=source, anchors=best.samples, taint=base.taint, keys=frozenset({base.key}))
 
     def _map(self, span: Span, base: Base) -> LinearMap | None:
         pool = PoolKey(self._group, span.placeholder, base.origin)
@@ -138,7 +134,7 @@ class Planner:
         fresh = tuple(sorted({*lead, *tail, *range(covered, span.end)}))
         return replace(segment, fresh=fresh, probe=tuple(lead))
 
-    def _paper(self, segments: list[SegmentPlan], samples: Mapping[str, tuple[int, ...]]) -> list[SegmentPlan]:
+    def _paper(self, segments: list[SegmentPlan]) -> list[SegmentPlan]:
         """KVCOMM: all placeholders must match, else the whole turn is dense and becomes an anchor."""
         out: list[SegmentPlan] = []
         following: SegmentPlan | None = None
@@ -196,12 +192,12 @@ class Planner:
                 return _dense(span, Reason.ENTROPY), None
             weights = match.weights
         offset_keys = [tensors.offsets[slot.name] for _, tensors in chosen]
-        self._keys.add(base.key)
-        self._keys.update(key for pair in offset_keys for key in pair if key)
-        self._uses += [(slot.pool, a.sample) for (a, _), w in zip(chosen, weights, strict=True) if w * len(weights) >= 1.0]
-        placeholder = self._blended(span, own, [first for first, _ in offset_keys], weights, base.taint)
-        uncovered = tuple(range(span.start + base.covered, span.end))  # T - 1 rule: decoded last, never run
-        placeholder = replace(placeholder, fresh=uncovered)
+        placeholder = replace(
+            self._blended(span, own, [first for first, _ in offset_keys], weights, base.taint),
+            fresh=tuple(range(span.start + base.covered, span.end)),  # T - 1 rule: decoded last, never run
+            keys=frozenset({base.key, *(first for first, _ in offset_keys)}),
+            uses=tuple((slot.pool, a.sample) for (a, _), w in zip(chosen, weights, strict=True) if w * len(weights) >= 1.0),
+        )
         following_base = self._memory.fixed_bases.get((self._group.tenant, self._template_id, span.ordinal + 1))
         following_keys = [second for _, second in offset_keys if second]
         if following_base is None or len(following_keys) != len(chosen):
@@ -211,7 +207,7 @@ class Planner:
     def _blended(self, span: Span, base: Tensor, keys: Sequence[str], weights: tuple[float, ...], taint: int) -> SegmentPlan:
         offsets = tuple(t for key in keys if (t := self._memory.tier.get(key)) is not None)
         source = Blended(base, offsets, weights)
-        return SegmentPlan(span, Action.REUSE, source=source, anchors=len(keys), taint=taint)
+        return SegmentPlan(span, Action.REUSE, source=source, anchors=len(keys), taint=taint, keys=frozenset(keys))
 
 
 def _dense(span: Span, reason: Reason) -> SegmentPlan:
@@ -242,4 +238,4 @@ def _compute_last(segments: Sequence[SegmentPlan]) -> list[SegmentPlan]:
 
 def bypass(plan: Plan, reason: Reason) -> Plan:
     """The same turn without approximation."""
-    return replace(plan, segments=tuple(_compute_last(_all_dense(plan.segments, reason))), uses=())
+    return replace(plan, segments=tuple(_compute_last(_all_dense(plan.segments, reason))))

@@ -15,10 +15,13 @@ from kvcache_proto.v1 import kvcache_pb2 as pb
 from kvcache_proto.v1.tensors import FrameError, FrameWriter, frames, ranges
 from pydantic import ValidationError
 
+from kvcache_service.catalog.keys import Group, PoolKey
 from kvcache_service.config import Config, host_budget, refuse_unknown_environment
 from kvcache_service.demo.report import quantile
 from kvcache_service.demo.run import compare, read_dataset
 from kvcache_service.engine.cost import CostModel
+from kvcache_service.engine.plan import Action, Plan, Reason, Repositioned, SegmentPlan
+from kvcache_service.engine.planning import bypass
 from kvcache_service.errors import Code, KVCacheError
 from kvcache_service.prompt import Fixed, Placeholder, Policy, Role, Template, context_keys, lay_out, tokens_key
 
@@ -138,6 +141,25 @@ def test_cost_model_recovers_a_linear_law_and_is_silent_before() -> None:
     for fresh, context in [(10, 100), (50, 100), (100, 400), (400, 400), (30, 300), (200, 900), (7, 50), (80, 640)]:
         model.report(fresh, context, 0.05 + 0.002 * fresh + 0.0001 * fresh * context / 1000.0, 1000, 0.003)
     assert model.predict(60, 500, 2000) == pytest.approx(0.05 + 0.12 + 0.003 + 0.006, rel=0.02)
+
+
+def test_a_turn_that_ends_dense_leases_and_uses_nothing_for_it() -> None:
+    exact, reused = lay_out(TEMPLATE, {"x": (7, 8), "y": ()})[:2]
+    base = torch.zeros(1, 2, 2, 1, 2)
+    pool = PoolKey(Group("t", "m"), "x", "o")
+    plan = Plan(
+        Policy.PAPER,
+        (
+            SegmentPlan(exact, Action.EXACT, source=Repositioned(base), keys=frozenset({"prefix"})),
+            SegmentPlan(reused, Action.REUSE, source=Repositioned(base), keys=frozenset({"base"}), uses=((pool, "s"),)),
+        ),
+    )
+    assert plan.keys == {"prefix", "base"}
+    assert plan.uses == ((pool, "s"),)
+    dense = bypass(plan, Reason.COST)
+    assert dense.keys == {"prefix"}
+    assert dense.uses == ()
+    assert dense.fresh == [2, 3]
 
 
 def test_datasets(tmp_path: Path) -> None:
