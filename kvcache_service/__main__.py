@@ -25,6 +25,7 @@ from kvcache_service.engine.plan import Reason
 from kvcache_service.engine.planning import PlanSettings
 from kvcache_service.errors import Code
 from kvcache_service.prompt import Policy
+from kvcache_service.quality import Target
 from kvcache_service.rpc.server import Server
 from kvcache_service.telemetry import Telemetry
 from kvcache_service.tiers.host import HostTier
@@ -52,7 +53,15 @@ def build_engine(config: Config, url: str, telemetry: Telemetry) -> Engine:
     """Everything below the RPC layer."""
     boot_id = secrets.token_hex(8)
     limits = Limits(bound=config.pool_anchors, window=config.prune_window)
-    plan = PlanSettings(config.min_samples, config.boundary, config.trailing, config.max_taint, config.max_error, config.gamma)
+    plan = PlanSettings(
+        min_samples=config.min_samples,
+        boundary=config.boundary,
+        trailing=config.trailing,
+        max_taint=config.max_taint,
+        max_error=config.max_error,
+        gamma=config.gamma,
+        require_calibration=config.require_calibration,
+    )
     settings = EngineSettings(
         plan=plan,
         session_bytes=config.session_bytes,
@@ -60,6 +69,10 @@ def build_engine(config: Config, url: str, telemetry: Telemetry) -> Engine:
         lease_seconds=config.lease_seconds,
         residual_limit=config.residual_limit,
         max_cost_ratio=config.max_cost_ratio,
+        target=Target(config.target_kl, config.target_top1),
+        audit_rate=config.audit_rate,
+        trial_rate=config.trial_rate,
+        calibration_audits=config.calibration_audits,
     )
     return Engine(
         settings,

@@ -33,6 +33,12 @@ def distances(base: Tensor, candidates: Sequence[Tensor]) -> Tensor:
     return torch.stack(means).sqrt()
 
 
+def absolute_distances(base: Tensor, candidates: Sequence[Tensor]) -> Tensor:
+    """Mean of |base − candidate|, as the reference code weighs anchors (there per token, K and V apart); float32."""
+    tokens = base.shape[2]
+    return torch.stack([torch.nn.functional.l1_loss(base.float(), c[:, :, :tokens].float()) for c in candidates])
+
+
 def match(distance: Tensor, entries: int, gamma: float = GAMMA) -> Match:
     """Weights and gate from RMS distances over `entries` numbers.
 

@@ -15,33 +15,83 @@ from torch import Tensor
 LEAD = 16
 ERROR_MEMORY = 0.8  # weight of the past in the running held-out error
 RIDGE = 1.0  # relative to the mean diagonal of XᵀX; chosen on the training half, see docs/decisions
+MEMORY = 256  # samples: beyond them old ones fade, so that a slot follows its traffic
+STORE = torch.float16  # of sums and maps at rest; a quarter of float64, see docs/decisions
+_TINY = 1e-30
 
 
 @dataclass(frozen=True)
 class LinearMap:
-    """Solved predictor in float32; layout as kernels.cpu.mapped takes it. weight has the identity added."""
+    """Solved predictor, float16; layout as kernels.cpu.mapped takes it. offset = base @ weight + bias (+ lead)."""
 
     weight: Tensor  # [layers, 2, kv_heads, head_dim, head_dim]
     bias: Tensor  # [layers, 2, kv_heads, head_dim]
     lead: Tensor  # [layers, 2, LEAD, kv_heads, head_dim]
+    precision: Tensor  # [2, kv_heads, features, features], float32: (XᵀX + penalty)⁻¹ of the middle layer
     samples: int
     error: float  # held-out error relative to re-position only; below 1 the map helps
+    novelty_scale: float  # running mean of the leverage that samples had just before they were added
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (self.weight, self.bias, self.lead, self.precision))
+
+    def novelty(self, base: Tensor) -> float:
+        """How unlike the learned samples a sample is: its mean leverage xᵀ(XᵀX + penalty)⁻¹x in the middle layer, relative
+        to what new samples of this slot usually have. About 1 for more of the same; grows without bound.
+
+        base: canonical [layers, 2, tokens, kv_heads, head_dim].
+        """
+        return _leverage(base, self.precision) / max(self.novelty_scale, 1e-12)
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """XᵀX and XᵀY at rest. Features differ in size by orders of magnitude, so each is scaled by its own root mean square
+    first: correlations and their like fit float16."""
+
+    size: Tensor  # [..., features], float32: root of the diagonal of XᵀX
+    gram: Tensor  # [..., features (features + 1) / 2], upper triangle
+    scale: Tensor  # [..., features, 1], float32: largest magnitude of each row of XᵀY
+    cross: Tensor  # [..., features, head_dim]
+
+    @classmethod
+    def of(cls, gram: Tensor, cross: Tensor) -> _Sums:
+        row, column = torch.triu_indices(gram.shape[-1], gram.shape[-1])
+        size = gram.diagonal(dim1=-2, dim2=-1).sqrt().clamp_min(_TINY)
+        scale = cross.abs().amax(-1, keepdim=True).clamp_min(_TINY)
+        packed = (gram / size[..., :, None] / size[..., None, :])[..., row, column]
+        return cls(size.float(), packed.to(STORE), scale.float(), (cross / scale).to(STORE))
+
+    def unpack(self) -> tuple[Tensor, Tensor]:
+        """Gram [..., features, features] and cross [..., features, head_dim], float64."""
+        features = self.size.shape[-1]
+        row, column = torch.triu_indices(features, features)
+        size, packed = self.size.double(), self.gram.double()
+        gram = packed.new_zeros(*size.shape, features)
+        gram[..., row, column] = packed
+        gram[..., column, row] = packed
+        return gram * size[..., :, None] * size[..., None, :], self.cross.double() * self.scale
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (self.size, self.gram, self.scale, self.cross))
 
 
 class RidgeStatistics:
-    """Sufficient statistics XᵀX and XᵀY (float64). Two nodes merge theirs by addition.
+    """Sufficient statistics XᵀX and XᵀY. Two nodes merge theirs by addition.
 
     Before a sample is added, the map solved from the earlier ones is judged on it: the running ratio of squared
     errors, map against no correction, is an honest held-out figure that costs no extra data. It forgets, since the
-    first maps come from too few samples.
+    first maps come from too few samples. The same holds for its leverage.
     """
 
     def __init__(self) -> None:
         self.samples = 0
-        self._gram: Tensor | None = None
-        self._cross: Tensor | None = None
+        self._sums: _Sums | None = None
         self.map: LinearMap | None = None  # over all samples so far; None before the first
         self.error = 1.0  # held-out squared error over that of re-position only; 1.0 before the second sample
+        self._novelty_scale = 0.0
 
     def add(self, base: Tensor, offset: Tensor) -> None:
         """Take one sample in. base, offset: canonical [layers, 2, tokens, kv_heads, head_dim]."""
@@ -51,15 +101,17 @@ class RidgeStatistics:
             self._judge(self.map, base, target)
         transposed = features.transpose(-1, -2)
         gram, cross = transposed @ features, transposed @ target
-        if self._gram is not None and self._cross is not None:
-            gram, cross = gram + self._gram, cross + self._cross
+        if self._sums is not None:
+            keep = min(1.0, (MEMORY - 1) / self.samples)
+            earlier_gram, earlier_cross = self._sums.unpack()
+            gram, cross = gram + keep * earlier_gram, cross + keep * earlier_cross
         self.map = self._solve(gram, cross)
-        self._gram, self._cross = gram, cross
+        self._sums = _Sums.of(gram, cross)
         self.samples += 1
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in (self._gram, self._cross) if t is not None)
+        return (self._sums.nbytes if self._sums is not None else 0) + (self.map.nbytes if self.map is not None else 0)
 
     def _solve(self, gram: Tensor, cross: Tensor) -> LinearMap:
         """The ridge solution; float64 inside, positive definite by its penalty."""
@@ -69,24 +121,40 @@ class RidgeStatistics:
         penalty[..., :dim] = RIDGE * diagonal[..., :dim].mean(-1, keepdim=True) + 1e-9
         penalty[..., dim] = 1e-6
         factor = torch.linalg.cholesky(gram + torch.diag_embed(penalty))
-        weights = torch.cholesky_solve(cross, factor).float()
+        weights = torch.cholesky_solve(cross, factor).to(STORE)
         return LinearMap(
-            weight=weights[..., :dim, :] + torch.eye(dim),
+            weight=weights[..., :dim, :].contiguous(),
             bias=weights[..., dim, :].contiguous(),
             lead=weights[..., dim + 1 :, :].transpose(2, 3).contiguous(),
+            precision=torch.cholesky_inverse(factor[len(factor) // 2]).float(),
             samples=self.samples + 1,
             error=self.error,
+            novelty_scale=self._novelty_scale,
         )
 
     def _judge(self, earlier: LinearMap, base: Tensor, target: Tensor) -> None:
         """Layer 0 stays at base and is left out. Layers count equally: each error is relative to its target's energy."""
         rows = base.transpose(2, 3).float()
-        predicted = rows @ earlier.weight - rows + earlier.bias[..., None, :]
+        predicted = rows @ earlier.weight.float() + earlier.bias.float()[..., None, :]
         lead = min(LEAD, rows.shape[-2])
-        predicted[..., :lead, :] += earlier.lead.transpose(2, 3)[..., :lead, :]
+        predicted[..., :lead, :] += earlier.lead.transpose(2, 3)[..., :lead, :].float()
         miss = (predicted - target)[1:].square().sum((-3, -2, -1))
         plain = target[1:].square().sum((-3, -2, -1)).clamp_min(1e-12)
-        self.error = ERROR_MEMORY * self.error + (1.0 - ERROR_MEMORY) * float((miss / plain).mean())
+        self.error = _remember(self.error, float((miss / plain).mean()))
+        # Leverage shrinks as 1/n: bring it to the size that the next sample will be compared at.
+        leverage = _leverage(base, earlier.precision) * earlier.samples / (earlier.samples + 1)
+        shrunk = self._novelty_scale * earlier.samples / (earlier.samples + 1)
+        self._novelty_scale = leverage if not self._novelty_scale else _remember(shrunk, leverage)
+
+
+def _remember(past: float, new: float) -> float:
+    return ERROR_MEMORY * past + (1.0 - ERROR_MEMORY) * new
+
+
+def _leverage(base: Tensor, precision: Tensor) -> float:
+    """Mean over tokens, heads, K and V of xᵀ P x in the middle layer."""
+    rows = _features(base[len(base) // 2][None])[0].float()  # [2, kv_heads, tokens, features]
+    return float(((rows @ precision) * rows).sum(-1).mean())
 
 
 def _features(base: Tensor) -> Tensor:
@@ -101,21 +169,23 @@ def _features(base: Tensor) -> Tensor:
 
 
 class RunningMean:
-    """Mean of a fixed segment's dense KV in the canonical frame, float32."""
+    """Mean of a fixed segment's dense KV in the canonical frame, kept in the dtype of the KV."""
 
     def __init__(self) -> None:
         self.samples = 0
-        self._sum: Tensor | None = None
+        self._mean: Tensor | None = None
 
     def add(self, kv: Tensor) -> None:
-        self._sum = kv.float().clone() if self._sum is None else self._sum.add_(kv)
         self.samples += 1
+        weight = 1.0 / min(self.samples, MEMORY)
+        mean = kv.float() if self._mean is None else torch.lerp(self._mean.float(), kv.float(), weight)
+        self._mean = mean.to(kv.dtype)
 
     def mean(self) -> Tensor:
         """[layers, 2, tokens, kv_heads, head_dim]. Needs one sample or more."""
-        assert self._sum is not None
-        return self._sum / self.samples
+        assert self._mean is not None
+        return self._mean
 
     @property
     def nbytes(self) -> int:
-        return 0 if self._sum is None else self._sum.nbytes
+        return 0 if self._mean is None else self._mean.nbytes

@@ -21,6 +21,7 @@ class Policy(enum.Enum):
     OFF = "off"
     PAPER = "paper"
     GUARDED = "guarded"
+    REPOSITION = "reposition"
 
 
 class Role(enum.Enum):

@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 OUTCOMES = ("reuse", "partial", "dense", "aborted")
 _FAST = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+_KL = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 3.0)
 _TTFT = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0)
 
 # Gauges are read from the live objects at scrape time: name -> help.
@@ -26,7 +27,10 @@ GAUGES = {
     "kvcache_pools": "Anchor pools",
     "kvcache_anchors": "Anchors over all pools",
     "kvcache_slots": "Slots with an offset predictor",
-    "kvcache_predictor_bytes": "Bytes of predictor statistics",
+    "kvcache_slots_off": "Slots that their audits switched to dense",
+    "kvcache_templates_calibrated": "Templates whose calibration allows reuse",
+    "kvcache_predictor_bytes": "Bytes of predictors and fixed-segment means (guarded)",
+    "kvcache_anchor_bytes": "Bytes of anchors: bases and full offsets (paper)",
     "kvcache_catalog_up": "1 when the last metadata call succeeded",
 }
 
@@ -72,6 +76,15 @@ class Telemetry:
         self.candidates = Counter("kvcache_candidates", "Candidate anchors by result", ["result"], registry=registry)
         self.commit_failures = Counter("kvcache_catalog_commit_failures", "Turns whose pool changes were lost", registry=registry)
         self.errors = Counter("kvcache_errors", "Refused calls by error code", ["code"], registry=registry)
+        self._audit_kl = Histogram(
+            "kvcache_audit_kl", "Mean KL to dense of audited turns, nats", ["policy"], buckets=_KL, registry=registry
+        )
+        self._audit_top1 = Counter(
+            "kvcache_audit_top1", "Sum of the top-1 agreement of audited turns", ["policy"], registry=registry
+        )
+        for policy in ("guarded", "reposition"):
+            self._audit_kl.labels(policy)
+            self._audit_top1.labels(policy)
         for outcome in OUTCOMES:
             self._ttft.labels(outcome)
             for policy in policies:
@@ -94,6 +107,11 @@ class Telemetry:
         self._recomputed.inc(report.recomputed_tokens)
         if report.ttft > 0:
             self._ttft.labels(report.outcome).observe(report.ttft)
+
+    def audited(self, policy: str, kl: float, top1: float) -> None:
+        """One trial beside dense."""
+        self._audit_kl.labels(policy).observe(kl)
+        self._audit_top1.labels(policy).inc(top1)
 
     def watch(self, read: Callable[[], dict[str, float]]) -> None:
         """Serve GAUGES from `read`, called at every scrape."""

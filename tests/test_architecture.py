@@ -12,12 +12,14 @@ ROOT = Path(__file__).parents[1]
 # Lowest first. A module may import from its own row's package and from rows before it; siblings of a row stay apart.
 LAYERS = [
     {"errors"},
-    {"geometry", "prompt", "config", "telemetry"},
+    {"geometry", "prompt", "config", "telemetry", "quality"},
     {"matching", "predictor", "kernels", "tiers", "catalog"},
     {"engine"},
     {"rpc"},
     {"__main__"},
+    {"evaluation"},
     {"demo"},
+    {"commands"},
     {"cli"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

@@ -8,8 +8,8 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvcache_service.__main__ import new_telemetry
-from kvcache_service.demo.service import ServiceProcess
 from kvcache_service.engine.plan import Reason
+from kvcache_service.evaluation.service import ServiceProcess
 from kvcache_service.telemetry import GAUGES
 
 DOC = Path(__file__).parents[1] / "docs" / "metrics.md"

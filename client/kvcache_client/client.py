@@ -65,6 +65,7 @@ class KVCacheClient:
         self._channel = grpc.insecure_channel(target, options=options)
         self._kvcache = kvcache_pb2_grpc.KVCacheStub(self._channel)
         self._turns = kvcache_pb2_grpc.TurnsStub(self._channel)
+        self._quality = kvcache_pb2_grpc.QualityStub(self._channel)
         self._transport = transport
         self._timeout = timeout
         self._clock = clock
@@ -148,8 +149,12 @@ class KVCacheClient:
         *,
         reserve_tokens: int,
         policy: str | None = None,
+        trial: pb.Trial | None = None,
     ) -> Turn:
-        """Ask what can be reused for this prompt; policy overrides the template's own. Raises CacheError."""
+        """Ask what can be reused for this prompt; policy overrides the template's own. Raises CacheError.
+
+        trial: a turn that measures and teaches nothing; leave it with settle(AUDITED) or release().
+        """
         session = self.connect()
         template = self._templates[template_id]
         model = self._models[template.model_id]
@@ -161,6 +166,7 @@ class KVCacheClient:
             reserve_tokens=reserve_tokens,
             transport=session.transport,
             policy=f"POLICY_{policy.upper()}" if policy else None,
+            trial=trial,
         )
         plan = self._call(self._turns.OpenTurn, request)
         return Turn(
@@ -175,6 +181,17 @@ class KVCacheClient:
             dtype=model.dtype,
             timeout=self._timeout,
         )
+
+    def calibrate(self, template_id: str, *, target_kl: float | None = None, target_top1: float | None = None) -> pb.Calibration:
+        """Fit a template's thresholds to a target from its trials so far. Raises CacheError."""
+        request = pb.CalibrateRequest(template_id=template_id, target_kl=target_kl, target_top1=target_top1)
+        calibration: pb.Calibration = self._call(self._quality.Calibrate, request).calibration
+        return calibration
+
+    def status(self) -> pb.StatusReply:
+        """Templates, slots and their quality. Raises CacheError."""
+        reply: pb.StatusReply = self._call(self._quality.Status, pb.StatusRequest())
+        return reply
 
     def lost(self, error: CacheError) -> None:
         """The service did not answer: drop the session and pause, so that a hanging service costs one timeout, not many."""

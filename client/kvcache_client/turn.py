@@ -118,6 +118,7 @@ class Turn:
         probes: Iterable[pb.ProbeResidual] = (),
         ttft_seconds: float = 0.0,
         first_forward_seconds: float = 0.0,
+        distance: pb.Distance | None = None,
     ) -> pb.SettleTurnReply:
         """Verdict and measurements; the service commits once, however often this is repeated."""
         request = pb.SettleTurnRequest(
@@ -131,6 +132,7 @@ class Turn:
             timing=pb.Timing(
                 ttft_seconds=ttft_seconds, first_forward_seconds=first_forward_seconds, fetch_seconds=self.fetch_seconds
             ),
+            distance=distance,
         )
         reply = self._call(lambda: self._stub.SettleTurn(request, timeout=self._timeout))
         self._close()

@@ -30,6 +30,9 @@ class Group:
     def epoch(self) -> str:
         return f"{self.tag}:epoch"
 
+    def calibration(self, template_id: str) -> str:
+        return f"{self.tag}:calibration:{template_id}"
+
     def turn(self, turn_id: str) -> str:
         return f"{self.tag}:turn:{turn_id}"
 

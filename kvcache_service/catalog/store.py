@@ -151,6 +151,24 @@ class Catalog:
             tuple(i for i in commit.inserts if (i.pool, i.sample, i.slot) in accepted), tuple(deleted), bool(result["repeated"])
         )
 
+    def put_calibration(self, group: Group, template_id: str, record: str) -> None:
+        """Keep a template's calibration for later boots. Raises CATALOG when Redis does not answer in time."""
+        try:
+            self._redis.set(group.calibration(template_id), record)
+        except redis.RedisError as error:
+            raise KVCacheError(
+                Code.CATALOG, f"metadata store did not keep the calibration: {error}", fix="calibrate again when it is back"
+            ) from error
+
+    def calibration(self, group: Group, template_id: str) -> str | None:
+        """The kept record; None when there is none or Redis does not answer."""
+        try:
+            found: str | None = self._redis.get(group.calibration(template_id))  # type: ignore[assignment]
+        except redis.RedisError as error:
+            log.warning("calibration not readable: %s", error)
+            return None
+        return found
+
     def pool_sizes(self) -> dict[PoolKey, int]:
         with self._lock:
             return {pool: len(anchors) for pool, anchors in self._pools.items()}

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvcache_service.demo.run import Measured
+from kvcache_service.quality import quantile
 
 
 class Summary(TypedDict):
@@ -34,15 +35,6 @@ def summarise(turns: Sequence[Measured]) -> Summary:
         "kl_p95": quantile([t.kl for t in turns], 0.95),
         "top1": statistics.fmean(t.top1 for t in turns),
     }
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of the values lie, by linear interpolation."""
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
 
 def as_json(policy: str, turns: Sequence[Measured]) -> dict[str, object]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+from kvcache_client.adapters.audit import compare, trial
 from kvcache_client.adapters.transformers import Agent, Answer, SharedModel
+from kvcache_proto.v1 import kvcache_pb2 as pb
 from torch import Tensor
+
+from kvcache_service.evaluation.dataset import read_rows
+from kvcache_service.evaluation.team import Member
 
 SCORED_TOKENS = 32
 
@@ -27,34 +30,21 @@ class Measured:
     top1: float
 
 
-def read_dataset(path: Path | None) -> list[str]:
-    """Questions of a JSON-lines file with a field `question` or `prompt`; None: the demo's own.
-
-    Raises ValueError that names the line at fault.
-    """
-    source = path or Path(__file__).with_name("questions.jsonl")
-    out = []
-    for number, line in enumerate(source.read_text().splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            out.append(str(row.get("question") or row["prompt"]))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ValueError(f"{source}, line {number}: needs a JSON object with a field `question` or `prompt`") from error
-    return out
+def questions() -> list[str]:
+    """The demo's own questions."""
+    return [row.question for row in read_rows(Path(__file__).with_name("questions.jsonl"))]
 
 
 class Team:
     """The agents of one demo and the questions they have answered so far."""
 
-    def __init__(self, shared: SharedModel, templates: Sequence[tuple[str, str]], answer_tokens: int) -> None:
-        self.agents = [(name, shared.agent(template, produces=name)) for name, template in templates]
+    def __init__(self, shared: SharedModel, members: Sequence[Member], answer_tokens: int) -> None:
+        self.agents = [(m.name, shared.agent(m.template, produces=m.produces, decision=m.decision)) for m in members]
+        self._client = shared.client
         self._answer_tokens = answer_tokens
         self._stop = min(shared.stop_ids, default=0)
 
     def warm(self, question: str) -> list[Answer]:
-        """One request through all agents; what they compute fills the pools."""
         samples: dict[str, str | Sequence[int]] = {"question": question}
         answers = []
         for name, agent in self.agents:
@@ -62,6 +52,27 @@ class Team:
             samples[name] = answer.token_ids
             answers.append(answer)
         return answers
+
+    def audit(self, question: str) -> None:
+        """Like warm(), with trials beside every turn before anything is learned from it."""
+        samples: dict[str, str | Sequence[int]] = {"question": question}
+        for place, (name, agent) in enumerate(self.agents):
+            needed = _needed(agent, samples)
+            call = agent.begin(needed, max_new_tokens=self._answer_tokens, policy="off")
+            call.prefill()
+            answer = call.decode()
+            if place:  # the first agent has nothing to reuse
+                scored = [*answer[: SCORED_TOKENS - 1], *([self._stop] if call.stopped else [])] or [self._stop]
+                reference = call.score(scored)
+                encoded = {n: s if isinstance(s, tuple) else agent.shared.encode(str(s)) for n, s in needed.items()}
+                for policy in ("guarded", "reposition"):
+                    trial(agent, encoded, scored, reference, policy=policy)
+            call.settle()
+            samples[name] = answer
+
+    def calibrate(self) -> dict[str, pb.Calibration]:
+        """Thresholds of every agent that can reuse something."""
+        return {name: self._client.calibrate(agent.template_id()) for name, agent in self.agents[1:]}
 
     def measure(self, question: str, policies: Sequence[str]) -> list[Measured]:
         """One request through all agents, each turn also dense. The first policy's answers are what the others read."""
@@ -71,16 +82,16 @@ class Team:
             needed = _needed(agent, samples)
             tokens, reference, ttft_dense = self._dense(agent, needed)
             for policy in policies[1:]:
-                call = agent.begin(needed, max_new_tokens=SCORED_TOKENS, policy=policy)
+                call = agent.begin(needed, max_new_tokens=SCORED_TOKENS, policy=policy, trial=pb.Trial())
                 call.prefill()
-                kl, top1 = compare(reference, call.score(tokens))
-                measured.append(Measured(name, policy, call.answer, ttft_dense, kl, top1))
+                distance = compare(reference, call.score(tokens))
+                measured.append(Measured(name, policy, call.answer, ttft_dense, distance.kl, distance.top1))
                 call.abort()  # beside the real run, and before it: neither teaches the other
             call = agent.begin(needed, max_new_tokens=max(self._answer_tokens, SCORED_TOKENS), policy=policies[0])
             call.prefill()
-            kl, top1 = compare(reference, call.score(tokens))
+            distance = compare(reference, call.score(tokens))
             samples[name] = call.decode(limit=self._answer_tokens)
-            measured.append(Measured(name, policies[0], call.settle(), ttft_dense, kl, top1))
+            measured.append(Measured(name, policies[0], call.settle(), ttft_dense, distance.kl, distance.top1))
         return measured
 
     def _dense(self, agent: Agent, samples: Mapping[str, str | Sequence[int]]) -> tuple[list[int], Tensor, float]:
@@ -91,13 +102,6 @@ class Team:
         if call.stopped:
             tokens.append(self._stop)
         return tokens, call.score(tokens), call.ttft
-
-
-def compare(reference: Tensor, other: Tensor) -> tuple[float, float]:
-    """Mean KL(reference || other) in nats and top-1 agreement, over [tokens, vocabulary] log-probabilities."""
-    kl = torch.nn.functional.kl_div(other, reference, reduction="none", log_target=True).sum(-1)
-    agree = (reference.argmax(-1) == other.argmax(-1)).float()
-    return max(0.0, float(kl.mean())), float(agree.mean())
 
 
 def _needed(agent: Agent, samples: Mapping[str, Any]) -> dict[str, Any]:

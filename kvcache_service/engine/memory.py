@@ -24,9 +24,10 @@ _LAYER_ZERO_ROWS = 8192
 
 @dataclass(frozen=True)
 class Base:
-    """Position-free KV of a sample in its origin context. covered: leading tokens that have KV."""
+    """Position-free KV of a sample in its origin context, where it began at `start`. covered: leading tokens with KV."""
 
     origin: str
+    start: int
     covered: int
     taint: int
     key: str
@@ -47,16 +48,34 @@ class Slot:
 
 @dataclass
 class AnchorTensors:
-    """Blob keys of one anchor: its base, and per slot name the offsets of placeholder and following segment."""
+    """One anchor: the blob key of its base, and what it holds per slot name."""
 
     base: str
-    offsets: dict[str, tuple[str, str | None]] = field(default_factory=dict)
+    offsets: dict[str, Offsets] = field(default_factory=dict)
 
     def keys(self) -> Iterator[str]:
-        for placeholder, following in self.offsets.values():
-            yield placeholder
-            if following:
-                yield following
+        for offsets in self.offsets.values():
+            yield from offsets.keys()
+
+
+@dataclass(frozen=True)
+class Offsets:
+    """Blob keys of the offsets of a placeholder, which began at `start`, and of the fixed segment after it."""
+
+    placeholder: str
+    following: str | None
+    start: int
+
+    def keys(self) -> tuple[str, ...]:
+        return (self.placeholder, self.following) if self.following else (self.placeholder,)
+
+
+@dataclass(frozen=True)
+class FixedBase:
+    """Canonical KV of a fixed segment in its first dense context, where it began at `start`."""
+
+    kv: Tensor
+    start: int
 
 
 class LayerZero:
@@ -93,9 +112,9 @@ class Memory:
         self.tier = tier
         self.statistics: dict[Slot, RidgeStatistics] = {}
         self.fixed: dict[tuple[str, str, int], RunningMean] = {}
-        self.fixed_bases: dict[tuple[str, str, int], Tensor] = {}
+        self.fixed_bases: dict[tuple[str, str, int], FixedBase] = {}
         self.anchors: dict[tuple[PoolKey, str], AnchorTensors] = {}
-        self._bases: dict[tuple[Group, str, str], dict[str, Base]] = defaultdict(dict)
+        self._bases: dict[tuple[Group, str], dict[str, Base]] = defaultdict(dict)
         self._prune_at = 1024
         self._norms: dict[Slot, deque[float]] = {}
         self._layer_zero: dict[Group, LayerZero] = {}
@@ -110,19 +129,20 @@ class Memory:
         """KV of tokens [start, end) behind exactly the tokens before; `context` is the key of all tokens to `end`."""
         return f"{group.tag}:exact:{context}:{start}"
 
-    def bases(self, group: Group, placeholder: str, sample: str) -> list[Base]:
-        """Bases of a sample whose tensors are still here, oldest first. Lost ones are forgotten."""
-        known = self._bases.get((group, placeholder, sample))
+    def bases(self, group: Group, sample: str) -> list[Base]:
+        """Bases of a sample whose tensors are still here, oldest first, whatever placeholder they came from. Lost ones are
+        forgotten."""
+        known = self._bases.get((group, sample))
         if not known:
             return []
         for origin in [o for o, base in known.items() if not self.tier.has(base.key)]:
             del known[origin]
         if not known:
-            del self._bases[group, placeholder, sample]
+            del self._bases[group, sample]
         return list(known.values())
 
-    def add_base(self, group: Group, placeholder: str, sample: str, base: Base) -> None:
-        self._bases[group, placeholder, sample][base.origin] = base
+    def add_base(self, group: Group, sample: str, base: Base) -> None:
+        self._bases[group, sample][base.origin] = base
         if len(self._bases) >= self._prune_at:
             for known in list(self._bases):
                 self.bases(*known)
@@ -134,7 +154,7 @@ class Memory:
     def fixed_mean(self, tenant: str, template_id: str, ordinal: int) -> RunningMean | None:
         return self.fixed.get((tenant, template_id, ordinal))
 
-    def add_anchor(self, slot: Slot, sample: str, base_key: str, offset: Tensor, following: Tensor | None) -> None:
+    def add_anchor(self, slot: Slot, sample: str, base_key: str, offset: Tensor, following: Tensor | None, start: int) -> None:
         """Keep full offsets, for the paper policy and for refits."""
         stem = f"{slot.pool.key}:offset:{sample}:{slot.name}"
         placeholder_key, following_key = f"{stem}:placeholder", f"{stem}:following" if following is not None else None
@@ -142,7 +162,7 @@ class Memory:
         if following is not None and following_key is not None:
             self.tier.put(following_key, following)
         tensors = self.anchors.setdefault((slot.pool, sample), AnchorTensors(base_key))
-        tensors.offsets[slot.name] = (placeholder_key, following_key)
+        tensors.offsets[slot.name] = Offsets(placeholder_key, following_key, start)
 
     def drop_anchor(self, pool: PoolKey, sample: str) -> None:
         """The pruned anchor's tensors are freed when the last lease on them ends."""
@@ -170,7 +190,14 @@ class Memory:
 
     @property
     def predictor_bytes(self) -> int:
+        """What the guarded policy holds beside the samples themselves."""
         return sum(s.nbytes for s in self.statistics.values()) + sum(m.nbytes for m in self.fixed.values())
+
+    @property
+    def anchor_bytes(self) -> int:
+        """What the paper policy holds: bases and full offsets of its anchors."""
+        keys = {key for tensors in self.anchors.values() for key in (tensors.base, *tensors.keys())}
+        return sum(self.tier.size(key) for key in keys) + sum(base.kv.nbytes for base in self.fixed_bases.values())
 
 
 def relative_norm(base: Tensor, offset: Tensor) -> float:

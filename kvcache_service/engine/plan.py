@@ -36,6 +36,38 @@ class Reason(enum.Enum):
     RESIDUAL = enum.auto()
     COST = enum.auto()
     SERVICE = enum.auto()
+    UNCALIBRATED = enum.auto()
+    NOVELTY = enum.auto()
+
+
+@dataclass(frozen=True)
+class Blending:
+    """Variations of the paper policy, for comparison; the defaults are the service's own.
+
+    max_anchors: oldest first, 0 for all. reference_weights, absolute_frame: as the reference code has them.
+    """
+
+    gamma: float | None = None
+    max_anchors: int = 0
+    reference_weights: bool = False
+    absolute_frame: bool = False
+    rotation: bool = True
+    placeholder_offsets: bool = True
+    following_offsets: bool = True
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A turn that measures: planned as if calibrated, and nothing is learned from it.
+
+    boundary, trailing: recomputed tokens, where they differ from the settings. ignore_exact: exact KV behind the role
+    prompt counts as absent, so that a turn can be audited after it has been settled.
+    """
+
+    boundary: int | None = None
+    trailing: int | None = None
+    ignore_exact: bool = False
+    blending: Blending = Blending()
 
 
 @dataclass(frozen=True)
@@ -82,6 +114,8 @@ class SegmentPlan:
     probe: tuple[int, ...] = ()
     anchors: int = 0
     taint: int = 0
+    novelty: float = 0.0  # of the sample to the slot's predictor
+    entropy: float = 0.0  # of the paper's weights relative to log|A|; trials only
     keys: frozenset[str] = frozenset()
     uses: tuple[tuple[PoolKey, str], ...] = ()
 
@@ -126,6 +160,11 @@ class Plan:
     @property
     def approximated(self) -> bool:
         return any(s.action is Action.REUSE for s in self.segments)
+
+    @property
+    def corrected(self) -> tuple[SegmentPlan, ...]:
+        """Placeholders whose base is moved by a predictor."""
+        return tuple(s for s in self.segments if isinstance(s.source, Mapped))
 
     @property
     def reason(self) -> Reason:

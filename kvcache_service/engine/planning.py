@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,17 +11,21 @@ from torch import Tensor
 from kvcache_service import matching
 from kvcache_service.catalog.keys import Group, PoolKey
 from kvcache_service.catalog.store import Anchor
-from kvcache_service.engine.memory import Base, Memory, Slot
-from kvcache_service.engine.plan import Action, Blended, Mapped, Plan, Reason, Repositioned, SegmentPlan
+from kvcache_service.engine.memory import Base, Memory, Offsets, Slot
+from kvcache_service.engine.plan import Action, Blended, Blending, Mapped, Plan, Reason, Repositioned, SegmentPlan, Trial
+from kvcache_service.geometry import Geometry
+from kvcache_service.kernels import cpu
 from kvcache_service.predictor import LinearMap
 from kvcache_service.prompt import Policy, Role, Span, Template, context_keys, tokens_key
+from kvcache_service.quality import Calibration
 
 
 @dataclass(frozen=True)
 class PlanSettings:
     """min_samples: verified samples before a slot is used; boundary: leading tokens of every corrected placeholder that
     are recomputed and probed; trailing: tokens of the last segment that are recomputed; max_taint: cap on the taint depth of a
-    base; max_error: held-out error of a predictor, relative to re-position only; gamma: the paper's gate."""
+    base; max_error: held-out error of a predictor, relative to re-position only; gamma: the paper's gate;
+    require_calibration: the guarded policy reuses nothing before its template is calibrated."""
 
     min_samples: int = 12
     boundary: int = 4
@@ -28,6 +33,15 @@ class PlanSettings:
     max_taint: int = 4
     max_error: float = 1.0
     gamma: float = matching.GAMMA
+    require_calibration: bool = True
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What is known of a template's quality. off: ordinals of slots that their audits switched to dense."""
+
+    calibration: Calibration | None = None
+    off: frozenset[int] = frozenset()
 
 
 class Planner:
@@ -38,33 +52,52 @@ class Planner:
         settings: PlanSettings,
         memory: Memory,
         anchors: Callable[[PoolKey, str], Sequence[Anchor]],
-        group: Group,
+        geometry: Geometry,
+        tenant: str,
         template: Template,
+        gate: Gate,
+        trial: Trial | None = None,
     ) -> None:
-        self._settings = settings
+        boundary = settings.boundary if trial is None or trial.boundary is None else trial.boundary
+        trailing = settings.trailing if trial is None or trial.trailing is None else trial.trailing
+        self._settings = replace(settings, boundary=boundary, trailing=max(1, trailing))
         self._memory = memory
         self._anchors = anchors
-        self._group = group
+        self._geometry = geometry
+        self._group = Group(tenant, template.model_id)
         self._template = template
         self._template_id = template.template_id
+        self._gate = gate
+        self._trial = trial
+        self._blending = trial.blending if trial is not None else Blending()
 
     def plan(self, spans: Sequence[Span], policy: Policy) -> Plan:
         contexts = context_keys(spans)
         if policy is Policy.OFF:
             segments = [_dense(span, Reason.POLICY_OFF) for span in spans]
         else:
-            segments = [self._exact(span, context) for span, context in zip(spans, contexts, strict=True)]
-            if self._template.role is Role.DENSE:
+            segments = self._exact(spans, contexts)
+            if self._template.role is Role.DENSE and self._trial is None:
                 segments = _all_dense(segments, Reason.ROLE)
             elif policy is Policy.PAPER:
                 segments = self._paper(segments)
+            elif policy is Policy.REPOSITION:
+                segments = self._repositioned(segments)
             else:
                 segments = self._guarded(segments)
         segments = _compute_last(segments)
         return Plan(policy, tuple(segments), contexts=contexts)
 
-    def _exact(self, span: Span, context: str) -> SegmentPlan:
+    def _exact(self, spans: Sequence[Span], contexts: Sequence[str]) -> list[SegmentPlan]:
         """EXACT where the KV of these tokens behind this very prefix is stored; undecided (DENSE, MISS) elsewhere."""
+        first = next((s.ordinal for s in spans if s.placeholder), len(spans))
+        hidden = first if self._trial is not None and self._trial.ignore_exact else len(spans)
+        return [
+            self._exact_segment(span, context) if span.ordinal < hidden or not span.token_ids else _dense(span, Reason.MISS)
+            for span, context in zip(spans, contexts, strict=True)
+        ]
+
+    def _exact_segment(self, span: Span, context: str) -> SegmentPlan:
         if not span.token_ids:
             return SegmentPlan(span, Action.EXACT)
         key = self._memory.exact_key(self._group, context, span.start)
@@ -72,6 +105,8 @@ class Planner:
         if base is None:
             return _dense(span, Reason.MISS)
         return SegmentPlan(span, Action.EXACT, source=Repositioned(base), keys=frozenset({key}))
+
+    # guarded
 
     def _guarded(self, segments: list[SegmentPlan]) -> list[SegmentPlan]:
         out, pure = [], True
@@ -83,14 +118,27 @@ class Planner:
                     segment = self._guarded_fixed(segment.span)
             pure = pure and segment.action is not Action.REUSE
             out.append(segment)
-        blocker = next((s.reason for s in out if s.reason in (Reason.WARMING, Reason.QUALITY)), None)
+        blocker = next((s.reason for s in out if s.reason in _BLOCKERS), None)
+        if blocker is None and not pure and not self._vouched:
+            calibration = self._gate.calibration
+            blocker = Reason.UNCALIBRATED if calibration is None else Reason.QUALITY
         if blocker:
             return _all_dense(segments, blocker)  # a whole dense turn is also what the pools learn from
         return [self._recompute(s, last=s is out[-1]) for s in out]
 
+    @property
+    def _vouched(self) -> bool:
+        """A calibration stands behind reuse, or nobody has to."""
+        calibration = self._gate.calibration
+        if self._trial is not None:
+            return True
+        return calibration.usable if calibration is not None else not self._settings.require_calibration
+
     def _guarded_placeholder(self, span: Span) -> SegmentPlan:
         sample = tokens_key(span.token_ids)
-        bases = self._memory.bases(self._group, span.placeholder, sample)
+        if self._trial is None and span.ordinal in self._gate.off:
+            return _dense(span, Reason.QUALITY)
+        bases = self._memory.bases(self._group, sample)
         if not bases:
             return _dense(span, Reason.MISS)
         clean = [b for b in bases if b.taint <= self._settings.max_taint and b.covered]
@@ -106,8 +154,24 @@ class Planner:
         tensor = self._memory.tier.get(base.key)
         if tensor is None:
             return _dense(span, Reason.MISS)
-        source = Mapped(tensor, best)
-        return SegmentPlan(span, Action.REUSE, source=source, anchors=best.samples, taint=base.taint, keys=frozenset({base.key}))
+        return self._correct_or_move(span, base, tensor, best)
+
+    def _correct_or_move(self, span: Span, base: Base, tensor: Tensor, best: LinearMap) -> SegmentPlan:
+        """Correct what resembles the learned samples; a novel one is moved only, where calibration found that good enough."""
+        novelty, calibration = best.novelty(tensor), self._gate.calibration
+        plan = SegmentPlan(
+            span,
+            Action.REUSE,
+            source=Mapped(tensor, best),
+            anchors=best.samples,
+            taint=base.taint,
+            keys=frozenset({base.key}),
+            novelty=novelty,
+            entropy=self._entropy(span, base, tensor) if self._trial is not None else 0.0,
+        )
+        if self._trial is not None or calibration is None or novelty <= calibration.novelty_limit:
+            return plan
+        return replace(plan, source=Repositioned(tensor)) if calibration.reposition else _dense(span, Reason.NOVELTY)
 
     def _map(self, span: Span, base: Base) -> LinearMap | None:
         pool = PoolKey(self._group, span.placeholder, base.origin)
@@ -128,11 +192,39 @@ class Planner:
             return segment
         span = segment.span
         covered = span.start + _covered(segment)
-        boundary = self._settings.boundary if isinstance(segment.source, Mapped) else 0
-        lead = range(span.start, min(span.start + boundary, covered))
+        lead = range(span.start, min(span.start + (self._settings.boundary if span.placeholder else 0), covered))
         tail = range(max(span.start, span.end - self._settings.trailing) if last and not span.placeholder else covered, span.end)
         fresh = tuple(sorted({*lead, *tail, *range(covered, span.end)}))
-        return replace(segment, fresh=fresh, probe=tuple(lead))
+        return replace(segment, fresh=fresh, probe=tuple(lead) if isinstance(segment.source, Mapped) else ())
+
+    # reposition
+
+    def _repositioned(self, segments: list[SegmentPlan]) -> list[SegmentPlan]:
+        """No offsets: every sample from its origin, fixed segments from their first dense context."""
+        out, pure = [], True
+        for segment in segments:
+            if segment.action is not Action.EXACT:
+                if segment.span.placeholder:
+                    segment = self._repositioned_placeholder(segment.span)
+                elif not pure:
+                    segment = self._repositioned_fixed(segment.span)
+            pure = pure and segment.action is not Action.REUSE
+            out.append(segment)
+        return [self._recompute(s, last=s is out[-1]) for s in out]
+
+    def _repositioned_placeholder(self, span: Span) -> SegmentPlan:
+        for base in self._memory.bases(self._group, tokens_key(span.token_ids)):
+            tensor = self._memory.tier.get(base.key)
+            if tensor is not None and base.covered and base.taint <= self._settings.max_taint:
+                keys = frozenset({base.key})
+                return SegmentPlan(span, Action.REUSE, source=Repositioned(tensor), taint=base.taint, keys=keys)
+        return _dense(span, Reason.MISS)
+
+    def _repositioned_fixed(self, span: Span) -> SegmentPlan:
+        base = self._memory.fixed_bases.get((self._group.tenant, self._template_id, span.ordinal))
+        return SegmentPlan(span, Action.REUSE, source=Repositioned(base.kv)) if base else _dense(span, Reason.WARMING)
+
+    # paper
 
     def _paper(self, segments: list[SegmentPlan]) -> list[SegmentPlan]:
         """KVCOMM: all placeholders must match, else the whole turn is dense and becomes an anchor."""
@@ -153,7 +245,7 @@ class Planner:
         """The placeholder's plan and, with the same weights in the same frame, that of the fixed segment after it."""
         sample = tokens_key(span.token_ids)
         found: tuple[SegmentPlan, SegmentPlan | None] = (_dense(span, Reason.MISS), None)
-        for base in self._memory.bases(self._group, span.placeholder, sample):
+        for base in self._memory.bases(self._group, sample):
             if base.taint > self._settings.max_taint or not base.covered:
                 found = (_dense(span, Reason.TAINT), None)
                 continue
@@ -162,52 +254,87 @@ class Planner:
                 break
         return found
 
+    def _held(self, slot: Slot) -> list[_Held]:
+        """Anchors of the slot whose tensors are all here, oldest first."""
+        tier, out = self._memory.tier, []
+        for anchor in self._anchors(slot.pool, slot.name):
+            tensors = self._memory.anchors.get((slot.pool, anchor.sample))
+            offsets = tensors.offsets.get(slot.name) if tensors else None
+            if tensors and offsets and all(tier.has(key) for key in (tensors.base, *offsets.keys())):
+                out.append(_Held(anchor, tensors.base, offsets))
+        return out[: self._blending.max_anchors or None]
+
     def _blend(self, span: Span, sample: str, base: Base) -> tuple[SegmentPlan, SegmentPlan | None]:
-        tier, slot = self._memory.tier, Slot(PoolKey(self._group, span.placeholder, base.origin), self._template_id, span.ordinal)
-        held = [
-            (anchor, tensors)
-            for anchor in self._anchors(slot.pool, slot.name)
-            if (tensors := self._memory.anchors.get((slot.pool, anchor.sample)))
-            and slot.name in tensors.offsets
-            and tier.has(tensors.base)
-            and all(tier.has(key) for key in tensors.offsets[slot.name] if key)
-        ]
+        options = self._blending
+        slot = Slot(PoolKey(self._group, span.placeholder, base.origin), self._template_id, span.ordinal)
+        held = self._held(slot)
         if not held:
             return _dense(span, Reason.WARMING), None
-        longer = [pair for pair in held if pair[0].length >= base.covered]
+        longer = [h for h in held if h.anchor.length >= base.covered]
         if not longer:
             return _dense(span, Reason.LENGTH), None
-        same = [pair for pair in longer if pair[0].sample == sample]
+        same = [h for h in longer if h.anchor.sample == sample]
         chosen = same or longer
-        own = tier.get(base.key)
-        blobs = [tier.get(tensors.base) for _, tensors in chosen]
-        if own is None or any(blob is None for blob in blobs):
+        own = self._memory.tier.get(base.key)
+        blobs = [blob for h in chosen if (blob := self._memory.tier.get(h.base)) is not None]
+        if own is None or len(blobs) != len(chosen):
             return _dense(span, Reason.MISS), None
-        if same:
-            weights: tuple[float, ...] = (1.0,)
-        else:
-            distance = matching.distances(own, [b for b in blobs if b is not None])
-            match = matching.match(distance, own.numel(), self._settings.gamma)
+        weights: tuple[float, ...] = (1.0,)
+        if not same:
+            match = matching.match(matching.distances(own, blobs), own.numel(), options.gamma or self._settings.gamma)
             if not match.decisive:
                 return _dense(span, Reason.ENTROPY), None
             weights = match.weights
-        offset_keys = [tensors.offsets[slot.name] for _, tensors in chosen]
+            if options.reference_weights:
+                weights = tuple((-matching.absolute_distances(own, blobs)).softmax(0).tolist())
+        shifts = [h.offsets.start - span.start if options.absolute_frame else 0 for h in chosen]
+        mine = [h.offsets.placeholder for h in chosen] if options.placeholder_offsets else []
         placeholder = replace(
-            self._blended(span, own, [first for first, _ in offset_keys], weights, base.taint),
+            self._blended(span, self._placed(own, base.start - span.start), mine, weights, shifts, base.taint),
             fresh=tuple(range(span.start + base.covered, span.end)),  # T - 1 rule: decoded last, never run
-            keys=frozenset({base.key, *(first for first, _ in offset_keys)}),
-            uses=tuple((slot.pool, a.sample) for (a, _), w in zip(chosen, weights, strict=True) if w * len(weights) >= 1.0),
+            keys=frozenset({base.key, *mine}),
+            uses=tuple((slot.pool, h.anchor.sample) for h, w in zip(chosen, weights, strict=True) if w * len(weights) >= 1.0),
         )
-        following_base = self._memory.fixed_bases.get((self._group.tenant, self._template_id, span.ordinal + 1))
-        following_keys = [second for _, second in offset_keys if second]
-        if following_base is None or len(following_keys) != len(chosen):
+        fixed = self._memory.fixed_bases.get((self._group.tenant, self._template_id, span.ordinal + 1))
+        following = [h.offsets.following for h in chosen if h.offsets.following]
+        if fixed is None or len(following) != len(chosen):
             return placeholder, None
-        return placeholder, self._blended(span, following_base, following_keys, weights, 0)
+        if options.absolute_frame:
+            shifts = [s + h.anchor.length - base.covered for h, s in zip(chosen, shifts, strict=True)]
+        moved = self._placed(fixed.kv, fixed.start - span.end)
+        return placeholder, self._blended(span, moved, following if options.following_offsets else [], weights, shifts, 0)
 
-    def _blended(self, span: Span, base: Tensor, keys: Sequence[str], weights: tuple[float, ...], taint: int) -> SegmentPlan:
-        offsets = tuple(t for key in keys if (t := self._memory.tier.get(key)) is not None)
-        source = Blended(base, offsets, weights)
-        return SegmentPlan(span, Action.REUSE, source=source, anchors=len(keys), taint=taint, keys=frozenset(keys))
+    def _placed(self, base: Tensor, shift: int) -> Tensor:
+        """Without rotation, keys keep the positions of their origin: `shift` away from where they are written."""
+        return base if self._blending.rotation or not shift else cpu.shift(base, shift, self._geometry.rope)
+
+    def _blended(
+        self, span: Span, base: Tensor, keys: Sequence[str], weights: Sequence[float], shifts: Sequence[int], taint: int
+    ) -> SegmentPlan:
+        tensors = [(t, s) for key, s in zip(keys, shifts, strict=False) if (t := self._memory.tier.get(key)) is not None]
+        offsets = tuple(cpu.shift(t, s, self._geometry.rope) if s else t for t, s in tensors)
+        source = Blended(base, offsets, tuple(weights[: len(offsets)]))
+        return SegmentPlan(span, Action.REUSE, source=source, anchors=len(weights), taint=taint, keys=frozenset(keys))
+
+    def _entropy(self, span: Span, base: Base, own: Tensor) -> float:
+        """The paper's gate signal, relative to its bound log|A|, to compete with the others; 1.0 where it cannot match."""
+        slot = Slot(PoolKey(self._group, span.placeholder, base.origin), self._template_id, span.ordinal)
+        held = [h for h in self._held(slot) if h.anchor.length >= base.covered]
+        blobs = [blob for h in held if (blob := self._memory.tier.get(h.base)) is not None]
+        if len(blobs) < 2:
+            return 1.0
+        return matching.match(matching.distances(own, blobs), own.numel()).entropy / math.log(len(blobs))
+
+
+@dataclass(frozen=True)
+class _Held:
+    anchor: Anchor
+    base: str
+    offsets: Offsets
+
+
+# Reasons for which a guarded turn is dense as a whole.
+_BLOCKERS = (Reason.WARMING, Reason.QUALITY, Reason.NOVELTY)
 
 
 def _dense(span: Span, reason: Reason) -> SegmentPlan:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import enum
+import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from kvcache_service.engine.plan import Plan, Reason
+from kvcache_service.engine.plan import Plan, Reason, Trial
 from kvcache_service.geometry import Geometry
 from kvcache_service.prompt import Template
 from kvcache_service.tiers.host import Lease
@@ -37,6 +38,20 @@ class Verdict(enum.Enum):
     ACCEPTED = enum.auto()
     REJECTED = enum.auto()
     ABORTED = enum.auto()
+    AUDITED = enum.auto()
+
+
+@dataclass(frozen=True)
+class Distance:
+    """Of a trial from dense: mean KL in nats and top-1 agreement over `tokens` next-token positions."""
+
+    kl: float
+    top1: float
+    tokens: int
+
+    @property
+    def sound(self) -> bool:
+        return math.isfinite(self.kl) and self.kl >= 0 and 0 <= self.top1 <= 1 and self.tokens > 0
 
 
 @dataclass(frozen=True)
@@ -61,6 +76,7 @@ class Settlement:
     ttft: float = 0.0
     first_forward: float = 0.0
     fetch: float = 0.0
+    distance: Distance | None = None
 
 
 @dataclass(frozen=True)
@@ -88,11 +104,18 @@ class Turn:
     buffer: Buffer
     lease: Lease
     deadline: float
+    trial: Trial | None = None
+    audit: bool = False  # the worker is asked for a trial of the same samples
     phase: Phase = Phase.PLANNED
     staged: dict[int, Tensor] = field(default_factory=dict)
     verdict: Verdict | None = None
     result: Settled | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def holdout(self) -> bool:
+        """A dense turn that will be audited must not have been learned from."""
+        return self.audit and not self.plan.approximated
 
     @property
     def columns(self) -> int:

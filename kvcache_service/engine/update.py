@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvcache_service.catalog.keys import Group, PoolKey
 from kvcache_service.catalog.store import Commit, Insert
-from kvcache_service.engine.memory import LAYER_ZERO_TOLERANCE, Base, Memory, Slot, relative_norm
+from kvcache_service.engine.memory import LAYER_ZERO_TOLERANCE, Base, FixedBase, Memory, Slot, relative_norm
 from kvcache_service.engine.plan import Reason, SegmentPlan
 from kvcache_service.engine.sessions import Settlement, Turn, Verdict
 from kvcache_service.errors import KVCacheError, invalid
@@ -26,12 +26,12 @@ class _Offset:
     base_key: str
     base: Tensor
     offset: Tensor
+    start: int
     following: tuple[Span, Tensor] | None
 
 
 @dataclass(frozen=True)
 class _NewBase:
-    placeholder: str
     sample: str
     base: Base
     kv: Tensor | None  # None: the blob is stored as an exact segment already
@@ -66,6 +66,13 @@ class Update:
         """Raises INVALID when the settlement contradicts the turn; nothing has changed then."""
         settlement, turn = self._settlement, self._turn
         check_tokens(settlement.output_token_ids, turn.geometry.vocab_size, "output_token_ids")
+        trial, audited = turn.trial is not None, settlement.verdict is Verdict.AUDITED
+        if trial and settlement.verdict not in (Verdict.AUDITED, Verdict.ABORTED):
+            raise invalid("verdict", "a trial teaches nothing", "send AUDITED with a distance, or release the turn")
+        if audited and not trial:
+            raise invalid("verdict", "only a trial can be audited", "open the turn with `trial`")
+        if audited and (settlement.distance is None or not settlement.distance.sound):
+            raise invalid("distance", "absent, or not finite and within bounds", "send kl >= 0, 0 <= top1 <= 1 and tokens > 0")
         if settlement.verdict is Verdict.ACCEPTED and not settlement.finished:
             raise invalid("finish_reason", "an accepted turn has none", "send STOP or LENGTH")
         if settlement.verdict is Verdict.REJECTED and settlement.reason is Reason.NONE:
@@ -106,11 +113,11 @@ class Update:
 
     def _collect_placeholder(self, span: Span, kv: Tensor, key: str, following: SegmentPlan | None) -> None:
         sample = tokens_key(span.token_ids)
-        bases = self._memory.bases(self._group, span.placeholder, sample)
+        bases = self._memory.bases(self._group, sample)
         if not bases:
-            base = Base(f"{self._turn.template.template_id}:{span.ordinal}", len(span.token_ids), 0, key)
-            self._bases.append(_NewBase(span.placeholder, sample, base, None))
-        for base in bases:
+            base = Base(f"{self._turn.template.template_id}:{span.ordinal}", span.start, len(span.token_ids), 0, key)
+            self._bases.append(_NewBase(sample, base, None))
+        for base in bases if not self._turn.holdout else ():
             if base.key != key:  # the base of an overlapping turn with this very prefix: no offset to learn from
                 self._collect_offset(span, kv, base, sample, following)
 
@@ -129,7 +136,7 @@ class Update:
             after = None
             if following is not None and not following.span.placeholder:
                 after = (following.span, self._turn.staged[following.span.start])
-            self._offsets.append(_Offset(slot, sample, base.key, tensor, offset, after))
+            self._offsets.append(_Offset(slot, sample, base.key, tensor, offset, span.start, after))
 
     def _collect_output(self) -> None:
         """Decoded KV is the base of the sample that the answer becomes in other agents' prompts (T - 1 rule)."""
@@ -144,9 +151,9 @@ class Update:
         origin = f"{self._turn.template.template_id}:output"
         kv = self._turn.staged[self._turn.plan.prompt_tokens][:, :, :count].contiguous()
         key = self._memory.base_key(self._group, produces, sample, origin)
-        if any(b.origin == origin and b.taint <= taint for b in self._memory.bases(self._group, produces, sample)):
+        if any(b.origin == origin and b.taint <= taint for b in self._memory.bases(self._group, sample)):
             return
-        self._bases.append(_NewBase(produces, sample, Base(origin, count, taint, key), kv))
+        self._bases.append(_NewBase(sample, Base(origin, self._turn.plan.prompt_tokens, count, taint, key), kv))
 
     def commit(self) -> Commit | None:
         """What the catalog has to write in one step; None when the turn changes no pool."""
@@ -163,10 +170,11 @@ class Update:
             if self._put(key, kv):
                 zero.learn(span.token_ids, kv)
                 if not span.placeholder:
-                    self._memory.fixed_bases.setdefault((self._turn.tenant, self._turn.template.template_id, span.ordinal), kv)
+                    slot = (self._turn.tenant, self._turn.template.template_id, span.ordinal)
+                    self._memory.fixed_bases.setdefault(slot, FixedBase(kv, span.start))
         for new in self._bases:
             if new.kv is None or self._put(new.base.key, new.kv):
-                self._memory.add_base(self._group, new.placeholder, new.sample, new.base)
+                self._memory.add_base(self._group, new.sample, new.base)
                 if new.kv is not None:
                     zero.learn(self._settlement.output_token_ids[: new.base.covered], new.kv)
 
@@ -190,9 +198,9 @@ class Update:
                 if offset.following is not None:
                     span, kv = offset.following
                     fixed_base = self._memory.fixed_bases.get((tenant, template_id, span.ordinal))
-                    following = kv - fixed_base if fixed_base is not None else None
+                    following = kv - fixed_base.kv if fixed_base is not None else None
                 try:
-                    self._memory.add_anchor(offset.slot, offset.sample, offset.base_key, offset.offset, following)
+                    self._memory.add_anchor(offset.slot, offset.sample, offset.base_key, offset.offset, following, offset.start)
                 except KVCacheError:
                     self.refused.append("host tier full")
 

@@ -34,6 +34,11 @@ class Rotation:
         return cls._of(rope, -positions, 1.0 / rope.attention_scaling)
 
     @classmethod
+    def by(cls, rope: Rope, shift: int, tokens: int) -> Rotation:
+        """Turns every key by `shift` positions, whatever its own."""
+        return cls._of(rope, torch.full((tokens,), shift), 1.0)
+
+    @classmethod
     def _of(cls, rope: Rope, positions: Tensor, factor: float) -> Rotation:
         angle = reference.angles(rope, positions)[:, None, :]
         return cls(rope, (angle.cos() * factor).float(), (angle.sin() * factor).float())
@@ -70,6 +75,13 @@ def canonicalise(kv: Tensor, positions: Tensor, rope: Rope) -> Tensor:
     return out
 
 
+def shift(kv: Tensor, positions: int, rope: Rope) -> Tensor:
+    """A copy whose keys are turned by `positions`, to compare with policies that lack the canonical frame."""
+    out = torch.empty_like(kv, memory_format=torch.contiguous_format)
+    write_segment(out, lambda layer: kv[layer].float(), Rotation.by(rope, positions, kv.shape[2]))
+    return out
+
+
 def plain(base: Tensor) -> LayerSource:
     """Re-position only."""
     return lambda layer: base[layer].float()
@@ -94,7 +106,7 @@ def mapped(base: Tensor, weight: Tensor, bias: Tensor, lead: Tensor) -> LayerSou
     """Guarded policy: a linear map per (layer, K/V, head) plus an own bias for the leading tokens.
 
     base [layers, 2, tokens, kv_heads, head_dim]
-    weight [layers, 2, kv_heads, head_dim, head_dim], identity already added
+    weight [layers, 2, kv_heads, head_dim, head_dim]; any float dtype
     bias [layers, 2, kv_heads, head_dim]
     lead [layers, 2, lead_tokens, kv_heads, head_dim], cut to the segment's length
     """
@@ -106,7 +118,8 @@ def mapped(base: Tensor, weight: Tensor, bias: Tensor, lead: Tensor) -> LayerSou
         if not layer:
             return kv
         tokens = kv.transpose(1, 2).flatten(0, 1)  # [2 * heads, tokens, head_dim]
-        moved = torch.baddbmm(bias[layer].flatten(0, 1)[:, None], tokens, weight[layer].flatten(0, 1))
+        shifted = tokens + bias[layer].float().flatten(0, 1)[:, None]
+        moved = torch.baddbmm(shifted, tokens, weight[layer].float().flatten(0, 1))
         out = moved.unflatten(0, (2, heads)).transpose(1, 2)
         out[:, :lead_tokens] += lead[layer, :, :lead_tokens]
         return out

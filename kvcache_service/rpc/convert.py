@@ -5,19 +5,25 @@ from __future__ import annotations
 import torch
 from kvcache_proto.v1 import kvcache_pb2 as pb
 
-from kvcache_service.engine.engine import Opened
-from kvcache_service.engine.plan import Reason
-from kvcache_service.engine.sessions import Probe, Settlement, Turn, Verdict
+from kvcache_service.engine.engine import Opened, TemplateStatus
+from kvcache_service.engine.plan import Blending, Reason, Trial
+from kvcache_service.engine.sessions import Distance, Probe, Settlement, Turn, Verdict
 from kvcache_service.errors import Code, KVCacheError, invalid
 from kvcache_service.geometry import Geometry, Pairing, Rope
 from kvcache_service.prompt import Fixed, Placeholder, Policy, Role, Template
+from kvcache_service.quality import Calibration
 
 _DTYPES: dict[int, torch.dtype] = {
     pb.DTYPE_FLOAT32: torch.float32,
     pb.DTYPE_FLOAT16: torch.float16,
     pb.DTYPE_BFLOAT16: torch.bfloat16,
 }
-_POLICIES: dict[int, Policy] = {pb.POLICY_OFF: Policy.OFF, pb.POLICY_PAPER: Policy.PAPER, pb.POLICY_GUARDED: Policy.GUARDED}
+_POLICIES: dict[int, Policy] = {
+    pb.POLICY_OFF: Policy.OFF,
+    pb.POLICY_PAPER: Policy.PAPER,
+    pb.POLICY_GUARDED: Policy.GUARDED,
+    pb.POLICY_REPOSITION: Policy.REPOSITION,
+}
 _PAIRINGS: dict[int, Pairing] = {pb.PAIRING_HALF_SPLIT: Pairing.HALF_SPLIT, pb.PAIRING_INTERLEAVED: Pairing.INTERLEAVED}
 
 
@@ -32,7 +38,7 @@ def policy(value: int) -> Policy | None:
     if value == pb.POLICY_UNSPECIFIED:
         return None
     if value not in _POLICIES:
-        raise invalid("policy", f"{value}", "send OFF, PAPER or GUARDED")
+        raise invalid("policy", f"{value}", "send OFF, PAPER, GUARDED or REPOSITION")
     return _POLICIES[value]
 
 
@@ -83,7 +89,30 @@ def samples(request: pb.OpenTurnRequest) -> dict[str, tuple[int, ...]]:
     return out
 
 
-def opened(value: Opened, residual_limit: float, lease_seconds: float) -> pb.OpenTurnReply:
+def trial(request: pb.OpenTurnRequest) -> Trial | None:
+    """None: an ordinary turn."""
+    if not request.HasField("trial"):
+        return None
+    value, blending = request.trial, request.trial.blending
+    if blending.HasField("gamma") and not blending.gamma > 0:
+        raise invalid("trial.blending.gamma", f"{blending.gamma}", "send a positive number")
+    return Trial(
+        boundary=value.boundary if value.HasField("boundary") else None,
+        trailing=value.trailing if value.HasField("trailing") else None,
+        ignore_exact=value.ignore_exact,
+        blending=Blending(
+            gamma=blending.gamma if blending.HasField("gamma") else None,
+            max_anchors=blending.max_anchors,
+            reference_weights=blending.reference_weights,
+            absolute_frame=blending.absolute_frame,
+            rotation=not blending.no_rotation,
+            placeholder_offsets=not blending.no_placeholder_offsets,
+            following_offsets=not blending.no_following_offsets,
+        ),
+    )
+
+
+def opened(value: Opened, lease_seconds: float) -> pb.OpenTurnReply:
     turn, plan = value.turn, value.turn.plan
     column = plan.prompt_tokens + turn.reserve
     segments = []
@@ -98,6 +127,7 @@ def opened(value: Opened, residual_limit: float, lease_seconds: float) -> pb.Ope
                 anchors=segment.anchors,
                 probe=column,
                 probe_tokens=len(segment.probe),
+                corrected=segment in plan.corrected,
             )
         )
         column += len(segment.probe)
@@ -113,8 +143,9 @@ def opened(value: Opened, residual_limit: float, lease_seconds: float) -> pb.Ope
         lease_seconds=lease_seconds,
         predicted_reuse_seconds=plan.predicted_reuse,
         predicted_dense_seconds=plan.predicted_dense,
-        residual_limit=residual_limit,
+        residual_limit=value.residual_limit,
         match_seconds=value.match_seconds,
+        audit=turn.audit,
     )
 
 
@@ -124,8 +155,10 @@ def fetch_ranges(turn: Turn) -> list[tuple[int, int]]:
 
 
 def settlement(request: pb.SettleTurnRequest) -> Settlement:
-    if request.verdict not in (pb.VERDICT_ACCEPTED, pb.VERDICT_REJECTED, pb.VERDICT_ABORTED):
-        raise invalid("verdict", f"{request.verdict}", "send ACCEPTED, REJECTED or ABORTED")
+    if request.verdict not in (pb.VERDICT_ACCEPTED, pb.VERDICT_REJECTED, pb.VERDICT_ABORTED, pb.VERDICT_AUDITED):
+        raise invalid("verdict", f"{request.verdict}", "send ACCEPTED, REJECTED, ABORTED or AUDITED")
+    sent = request.distance
+    distance = Distance(sent.kl, sent.top1, sent.tokens) if request.HasField("distance") else None
     return Settlement(
         verdict=Verdict[pb.Verdict.Name(request.verdict).removeprefix("VERDICT_")],
         reason=_reason(request.reason),
@@ -136,6 +169,7 @@ def settlement(request: pb.SettleTurnRequest) -> Settlement:
         ttft=request.timing.ttft_seconds,
         first_forward=request.timing.first_forward_seconds,
         fetch=request.timing.fetch_seconds,
+        distance=distance,
     )
 
 
@@ -145,3 +179,49 @@ def _reason(number: int) -> Reason:
     if number not in pb.Reason.values():
         raise invalid("reason", f"{number}", "send a value of the Reason enum")
     return Reason[pb.Reason.Name(number).removeprefix("REASON_")]
+
+
+def calibration(value: Calibration) -> pb.Calibration:
+    return pb.Calibration(
+        usable=value.usable,
+        signal=value.signal,
+        residual_limit=value.residual_limit,
+        novelty_limit=value.novelty_limit,
+        reposition=value.reposition,
+        audits=value.audits,
+        kl_p95=value.kl_p95,
+        top1=value.top1,
+        accepted=value.accepted,
+        target_kl=value.target.kl,
+        target_top1=value.target.top1,
+        auc=value.auc,
+    )
+
+
+def template_status(value: TemplateStatus) -> pb.TemplateStatus:
+    template = value.template
+    return pb.TemplateStatus(
+        template_id=template.template_id,
+        model_id=template.model_id,
+        produces=template.produces,
+        decision=f"DECISION_{template.role.name}",
+        policy=f"POLICY_{template.policy.name}",
+        slots=[
+            pb.SlotStatus(
+                ordinal=s.slot.ordinal,
+                placeholder=s.slot.pool.placeholder,
+                origin=s.slot.pool.origin,
+                samples=s.samples,
+                error=s.error,
+                bytes=s.nbytes,
+                off=s.quality.off,
+                audits=s.quality.audits,
+                kl_mean=s.quality.kl_mean,
+                kl_p95=s.quality.kl_p95,
+                top1=s.quality.top1,
+            )
+            for s in value.slots
+        ],
+        calibration=calibration(value.calibration) if value.calibration else None,
+        audits=value.audits,
+    )

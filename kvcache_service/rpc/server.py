@@ -16,13 +16,13 @@ from kvcache_proto.v1 import kvcache_pb2 as pb
 from kvcache_proto.v1 import kvcache_pb2_grpc
 
 from kvcache_service.engine.engine import Engine
-from kvcache_service.rpc.servicers import KVCacheServicer, TurnsServicer
+from kvcache_service.rpc.servicers import KVCacheServicer, QualityServicer, TurnsServicer
 from kvcache_service.telemetry import Telemetry
 
 _MESSAGE_BYTES = 4 << 20  # a frame, or the token ids of a long prompt
 _HOUSEKEEPING_SECONDS = 1.0
 Result = TypeVar("Result")
-SERVICES = ("kvcache.v1.KVCache", "kvcache.v1.Turns")
+SERVICES = ("kvcache.v1.KVCache", "kvcache.v1.Turns", "kvcache.v1.Quality")
 
 
 class Server:
@@ -53,6 +53,7 @@ class Server:
         kvcache = KVCacheServicer(engine, telemetry, executor, host_id=host_id, shared_memory_dir=shared_memory_dir)
         kvcache_pb2_grpc.add_KVCacheServicer_to_server(kvcache, self._server)
         kvcache_pb2_grpc.add_TurnsServicer_to_server(TurnsServicer(engine, telemetry, executor, settling), self._server)
+        kvcache_pb2_grpc.add_QualityServicer_to_server(QualityServicer(engine, telemetry, executor), self._server)
         self._health = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = [s.full_name for s in pb.DESCRIPTOR.services_by_name.values()]

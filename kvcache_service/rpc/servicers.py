@@ -138,10 +138,10 @@ class TurnsServicer(_Base, kvcache_pb2_grpc.TurnsServicer):
                 reserve=request.reserve_tokens,
                 share=request.transport == pb.TRANSPORT_SHARED_MEMORY,
                 policy=convert.policy(request.policy),
+                trial=convert.trial(request),
             )
             opened = await self._or_release(asyncio.ensure_future(opening))
-            settings = self._engine.settings
-            return convert.opened(opened, settings.residual_limit, settings.lease_seconds)
+            return convert.opened(opened, self._engine.settings.lease_seconds)
 
     async def _or_release(self, opening: asyncio.Future[Opened]) -> Opened:
         """A client that went away while its turn was opened will never name it: give it up here."""
@@ -187,6 +187,30 @@ class TurnsServicer(_Base, kvcache_pb2_grpc.TurnsServicer):
                 accepted=settled.accepted,
                 refused=settled.refused,
                 committed=settled.committed,
+            )
+
+
+class QualityServicer(_Base, kvcache_pb2_grpc.QualityServicer):
+    """Calibration and audited quality."""
+
+    async def Calibrate(self, request: pb.CalibrateRequest, context: Context) -> pb.CalibrateReply:
+        async with self._translated(context):
+            fitted = await self._run(
+                self._engine.calibrate,
+                TENANT,
+                request.template_id,
+                request.target_kl if request.HasField("target_kl") else None,
+                request.target_top1 if request.HasField("target_top1") else None,
+            )
+            return pb.CalibrateReply(calibration=convert.calibration(fitted))
+
+    async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
+        async with self._translated(context):
+            templates = await self._run(self._engine.status, TENANT)
+            return pb.StatusReply(
+                boot_id=self._engine.boot_id,
+                uptime_seconds=self._engine.uptime(),
+                templates=[convert.template_status(t) for t in templates],
             )
 
 

@@ -62,6 +62,12 @@ class HostTier:
         with self._lock:
             return key in self._blobs
 
+    def size(self, key: str) -> int:
+        """Bytes under the key; 0 when it is absent."""
+        with self._lock:
+            blob = self._blobs.get(key)
+            return blob.nbytes if blob is not None else 0
+
     def lease(self, keys: Iterable[str]) -> Lease:
         """Pin all of `keys`, or raise MISS and pin none."""
         wanted = frozenset(keys)

@@ -13,7 +13,7 @@ import redis
 from kvcache_client import KVCacheClient
 from kvcache_client.adapters.transformers import SharedModel
 
-from kvcache_service.demo.service import ServiceProcess
+from kvcache_service.evaluation.service import ServiceProcess
 from tests.conftest import ByteTokenizer, tiny_llama
 from tests.e2e.test_agents import TOKENS, Team, dense, question
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import redis
 
-from kvcache_service.demo.service import ServiceProcess
+from kvcache_service.evaluation.service import ServiceProcess
 from tests.chaos.worker import SHARED, TURNS
 
 ROOT = Path(__file__).parents[2]

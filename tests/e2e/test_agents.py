@@ -14,7 +14,7 @@ from kvcache_client import KVCacheClient
 from kvcache_client.adapters.transformers import Agent, Answer, SharedModel, UnsupportedModel, model_request
 from kvcache_proto.v1 import kvcache_pb2 as pb
 
-from kvcache_service.demo.service import ServiceProcess
+from kvcache_service.evaluation.service import ServiceProcess
 from tests.conftest import ByteTokenizer, Clock, tiny_llama
 
 FIRST = "You ask. {question} Now:"

@@ -9,7 +9,7 @@ import torch
 from kvcache_client import KVCacheClient
 from torch import Tensor
 
-from kvcache_service.demo.service import ServiceProcess
+from kvcache_service.evaluation.service import ServiceProcess
 from kvcache_service.geometry import Pairing, Rope
 from kvcache_service.kernels import reference
 from kvcache_service.predictor import RidgeStatistics

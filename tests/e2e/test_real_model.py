@@ -14,10 +14,10 @@ import torch
 from kvcache_client import KVCacheClient
 from kvcache_client.adapters.transformers import SharedModel
 
-from kvcache_service.demo import model as demo_model
 from kvcache_service.demo.run import Team, compare, read_dataset
-from kvcache_service.demo.service import ServiceProcess
-from kvcache_service.demo.team import templates
+from kvcache_service.evaluation import model as demo_model
+from kvcache_service.evaluation import team as demo_team
+from kvcache_service.evaluation.service import ServiceProcess
 
 pytestmark = pytest.mark.model
 ANSWER = 16
@@ -35,7 +35,7 @@ def team(start_service: Callable[..., ServiceProcess], smollm: tuple[Any, Any], 
         start_service(min_samples="6", max_error="1.0", residual_limit="0.15") as service,
         KVCacheClient(service.target, transport=transport) as client,
     ):
-        yield Team(SharedModel(*smollm, client), templates(2), ANSWER)
+        yield Team(SharedModel(*smollm, client), demo_team.team(2, "full"), ANSWER)
 
 
 def test_exact_turns_are_token_identical(team: Team, smollm: tuple[Any, Any]) -> None:

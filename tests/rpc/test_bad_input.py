@@ -17,7 +17,7 @@ from kvcache_proto.v1 import kvcache_pb2 as pb
 from kvcache_proto.v1 import kvcache_pb2_grpc
 from kvcache_proto.v1.tensors import FRAME_BYTES
 
-from kvcache_service.demo.service import ServiceProcess
+from kvcache_service.evaluation.service import ServiceProcess
 
 LAYERS, HEADS, DIM, VOCABULARY = 2, 1, 4, 100
 TOKEN_BYTES = LAYERS * 2 * HEADS * DIM * 4

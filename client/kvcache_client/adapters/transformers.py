@@ -21,6 +21,7 @@ import torch
 from kvcache_proto.v1 import kvcache_pb2 as pb
 from torch import Tensor
 
+from kvcache_client.adapters.audit import Auditor, Distance
 from kvcache_client.adapters.slots import SlotCache
 from kvcache_client.client import KVCacheClient
 from kvcache_client.errors import CacheError
@@ -86,6 +87,7 @@ class SharedModel:
         self.client = client
         self.clock = clock
         self.faults = Faults()
+        self.auditor = Auditor(self.faults.count)
         self.request = model_request(model, tokenizer)
         self.dtype: torch.dtype = model.dtype
         eos = model.generation_config.eos_token_id
@@ -99,7 +101,7 @@ class SharedModel:
         """An agent with a prompt template; {name} is a placeholder, {{ and }} are braces.
 
         produces: the placeholder that this agent's answer fills in other templates. decision: "dense" for judges and
-        critics that compare candidates. policy: guarded, paper or off.
+        critics that compare candidates. policy: guarded, paper, reposition or off.
         """
         segments: list[tuple[int, ...] | str] = []
         text = ""
@@ -116,6 +118,12 @@ class SharedModel:
         """Private KV memory for a turn without the service."""
         r = self.request
         return torch.empty(r.layers, 2, columns, r.kv_heads, r.head_dim, dtype=self.dtype)
+
+    def view(self, turn: Turn) -> Tensor:
+        """The turn's buffer as KV [layers, 2, columns, kv_heads, head_dim], in place."""
+        r = self.request
+        flat = torch.frombuffer(turn.buffer, dtype=torch.uint8).view(self.dtype)
+        return flat.view(r.layers, 2, turn.plan.buffer_tokens, r.kv_heads, r.head_dim)
 
 
 class Agent:
@@ -168,18 +176,25 @@ class Agent:
         max_new_tokens: int,
         policy: str | None = None,
         cache: bool = True,
+        trial: pb.Trial | None = None,
     ) -> Call:
-        """The steps of run(), one by one."""
-        return Call(self, samples, max_new_tokens, policy, cache)
+        """The steps of run(), one by one. trial: a call that measures and teaches nothing; end it audited() or abort()."""
+        return Call(self, samples, max_new_tokens, policy, cache, trial)
 
     def prompt(self, samples: Mapping[str, tuple[int, ...]]) -> list[int]:
         return [t for s in self.segments for t in (samples[s] if isinstance(s, str) else s)]
 
-    def open(self, samples: Mapping[str, tuple[int, ...]], reserve: int, policy: str | None) -> Turn:
+    def open(self, samples: Mapping[str, tuple[int, ...]], reserve: int, policy: str | None, trial: pb.Trial | None) -> Turn:
         """Register where needed and open a turn. Raises CacheError."""
         with self._lock:
             self._prime()
-        return self.shared.client.open_turn(self._template_id, samples, reserve_tokens=reserve, policy=policy)
+        return self.shared.client.open_turn(self._template_id, samples, reserve_tokens=reserve, policy=policy, trial=trial)
+
+    def template_id(self) -> str:
+        """The service's name for this template. Raises CacheError."""
+        with self._lock:
+            self._prime()
+        return self._template_id
 
     def _prime(self) -> None:
         """Once per session of the client: register, and store the KV of the role prompt if the service lacks it."""
@@ -211,16 +226,20 @@ class Call:
         max_new_tokens: int,
         policy: str | None,
         cache: bool,
+        trial: pb.Trial | None,
     ) -> None:
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {max_new_tokens}; ask for one or more")
         self._shared = agent.shared
         self._clock = self._shared.clock
         self._started = self._clock()
+        self._agent = agent
+        self._trial = trial
         encoded = {n: self._shared.encode(s) if isinstance(s, str) else tuple(s) for n, s in samples.items()}
         needed = {s for s in agent.segments if isinstance(s, str)}
         if encoded.keys() != needed:
             raise ValueError(f"samples are {sorted(encoded)}; the template needs {sorted(needed)}")
+        self._samples = encoded
         self._prompt = torch.tensor(agent.prompt(encoded), dtype=torch.long)
         self._n = len(self._prompt)
         self._max_new = max_new_tokens
@@ -232,10 +251,15 @@ class Call:
         self._logits = torch.empty(0)
         self.ttft = self.first_forward = 0.0
         self._turn: Turn | None = None
+        self._counted = cache and trial is None  # audits wait for the calls that serve somebody
+        if self._counted:
+            self._shared.auditor.call_begins()
         if cache:
             try:
-                self._turn = agent.open(encoded, max_new_tokens, policy)
+                self._turn = agent.open(encoded, max_new_tokens, policy, trial)
             except CacheError as error:
+                if trial is not None:
+                    raise
                 self._lose(error)
 
     @torch.no_grad()
@@ -249,7 +273,7 @@ class Call:
             except CacheError as error:
                 self._lose(error)
                 turn = None
-        self._cache = SlotCache(self._view(turn))
+        self._cache = SlotCache(self._shared.view(turn) if turn is not None else self._shared.buffer(self._n + self._max_new))
         fresh = torch.tensor(turn.fresh) if turn is not None else torch.arange(self._n)
         probe = [p for s in turn.plan.segments for p in s.fresh[: s.probe_tokens]] if turn is not None else []
         corrected = self._cache.buffer[1:, :, probe].clone() if probe else None
@@ -291,6 +315,16 @@ class Call:
             logits = self._cache.forward(self._shared.model, ids, positions, position + 1, logits=1)[0]
         return tuple(self._tokens)
 
+    def follow(self, token_ids: Sequence[int], *, stopped: bool) -> Tensor:
+        """Instead of decode(): take a given answer for the call's own, in one forward. Returns score() of it.
+
+        stopped: a stop token came after the answer; its row is scored too.
+        """
+        stop = [min(self._shared.stop_ids, default=0)] if stopped else []
+        rows = self.score([*token_ids, *stop])
+        self._tokens, self._stopped = list(token_ids), stopped
+        return rows
+
     @property
     def stopped(self) -> bool:
         """True when decode() ended at a stop token."""
@@ -302,16 +336,31 @@ class Call:
         if turn is not None:
             try:
                 self._settle(turn)
+                if turn.plan.audit:
+                    self._shared.auditor.submit(self._agent, self._samples, self._tokens)
             except CacheError as error:
                 self._shared.faults.count(error)
             finally:
                 turn.release()
+        self._end()
         return answer
+
+    def audited(self, distance: Distance) -> None:
+        """End a trial with its distance from dense. Raises CacheError; a trial whose turn was lost reports nothing."""
+        if self._turn is not None:
+            measured = pb.Distance(kl=distance.kl, top1=distance.top1, tokens=distance.tokens)
+            self._turn.settle(pb.VERDICT_AUDITED, probes=self._probes, distance=measured)
 
     def abort(self) -> None:
         """Leave without a verdict: nothing changes anywhere."""
         if self._turn is not None:
             self._turn.release()
+        self._end()
+
+    def _end(self) -> None:
+        if self._counted:
+            self._counted = False
+            self._shared.auditor.call_ends()
 
     def _settle(self, turn: Turn) -> None:
         # T - 1 rule: the last token of an answer cut by the length limit was never run and has no KV.
@@ -357,16 +406,9 @@ class Call:
                 done += count
         mean = sum(p.corrected for p in self._probes) / len(self._probes)
         unaided = sum(p.repositioned for p in self._probes) / len(self._probes)
-        if not mean <= min(turn.plan.residual_limit, unaided):  # so that NaN is refused too
+        if self._trial is None and not mean <= min(turn.plan.residual_limit, unaided):  # so that NaN is refused too
             self._rejected, self._reason = True, pb.REASON_RESIDUAL
             self._logits = self._forward(torch.arange(self._n))
-
-    def _view(self, turn: Turn | None) -> Tensor:
-        if turn is None:
-            return self._shared.buffer(self._n + self._max_new)
-        r = self._shared.request
-        flat = torch.frombuffer(turn.buffer, dtype=torch.uint8).view(self._shared.dtype)
-        return flat.view(r.layers, 2, turn.plan.buffer_tokens, r.kv_heads, r.head_dim)
 
     def _lose(self, error: CacheError) -> None:
         """Go on without the service."""

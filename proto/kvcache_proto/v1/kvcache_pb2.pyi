@@ -31,6 +31,7 @@ class Policy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     POLICY_OFF: _ClassVar[Policy]
     POLICY_PAPER: _ClassVar[Policy]
     POLICY_GUARDED: _ClassVar[Policy]
+    POLICY_REPOSITION: _ClassVar[Policy]
 
 class Decision(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -59,6 +60,8 @@ class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REASON_RESIDUAL: _ClassVar[Reason]
     REASON_COST: _ClassVar[Reason]
     REASON_SERVICE: _ClassVar[Reason]
+    REASON_UNCALIBRATED: _ClassVar[Reason]
+    REASON_NOVELTY: _ClassVar[Reason]
 
 class Verdict(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -66,6 +69,7 @@ class Verdict(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     VERDICT_ACCEPTED: _ClassVar[Verdict]
     VERDICT_REJECTED: _ClassVar[Verdict]
     VERDICT_ABORTED: _ClassVar[Verdict]
+    VERDICT_AUDITED: _ClassVar[Verdict]
 
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -108,6 +112,7 @@ POLICY_UNSPECIFIED: Policy
 POLICY_OFF: Policy
 POLICY_PAPER: Policy
 POLICY_GUARDED: Policy
+POLICY_REPOSITION: Policy
 DECISION_UNSPECIFIED: Decision
 DECISION_REUSE: Decision
 DECISION_DENSE: Decision
@@ -127,10 +132,13 @@ REASON_QUALITY: Reason
 REASON_RESIDUAL: Reason
 REASON_COST: Reason
 REASON_SERVICE: Reason
+REASON_UNCALIBRATED: Reason
+REASON_NOVELTY: Reason
 VERDICT_UNSPECIFIED: Verdict
 VERDICT_ACCEPTED: Verdict
 VERDICT_REJECTED: Verdict
 VERDICT_ABORTED: Verdict
+VERDICT_AUDITED: Verdict
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -341,7 +349,7 @@ class Sample(_message.Message):
     def __init__(self, placeholder: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class OpenTurnRequest(_message.Message):
-    __slots__ = ("session_id", "request_id", "template_id", "samples", "reserve_tokens", "transport", "policy")
+    __slots__ = ("session_id", "request_id", "template_id", "samples", "reserve_tokens", "transport", "policy", "trial")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEMPLATE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -349,6 +357,7 @@ class OpenTurnRequest(_message.Message):
     RESERVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
+    TRIAL_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     request_id: str
     template_id: str
@@ -356,10 +365,41 @@ class OpenTurnRequest(_message.Message):
     reserve_tokens: int
     transport: Transport
     policy: Policy
-    def __init__(self, session_id: _Optional[str] = ..., request_id: _Optional[str] = ..., template_id: _Optional[str] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., reserve_tokens: _Optional[int] = ..., transport: _Optional[_Union[Transport, str]] = ..., policy: _Optional[_Union[Policy, str]] = ...) -> None: ...
+    trial: Trial
+    def __init__(self, session_id: _Optional[str] = ..., request_id: _Optional[str] = ..., template_id: _Optional[str] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., reserve_tokens: _Optional[int] = ..., transport: _Optional[_Union[Transport, str]] = ..., policy: _Optional[_Union[Policy, str]] = ..., trial: _Optional[_Union[Trial, _Mapping]] = ...) -> None: ...
+
+class Trial(_message.Message):
+    __slots__ = ("boundary", "trailing", "blending", "ignore_exact")
+    BOUNDARY_FIELD_NUMBER: _ClassVar[int]
+    TRAILING_FIELD_NUMBER: _ClassVar[int]
+    BLENDING_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_EXACT_FIELD_NUMBER: _ClassVar[int]
+    boundary: int
+    trailing: int
+    blending: Blending
+    ignore_exact: bool
+    def __init__(self, boundary: _Optional[int] = ..., trailing: _Optional[int] = ..., blending: _Optional[_Union[Blending, _Mapping]] = ..., ignore_exact: bool = ...) -> None: ...
+
+class Blending(_message.Message):
+    __slots__ = ("gamma", "max_anchors", "reference_weights", "absolute_frame", "no_rotation", "no_placeholder_offsets", "no_following_offsets")
+    GAMMA_FIELD_NUMBER: _ClassVar[int]
+    MAX_ANCHORS_FIELD_NUMBER: _ClassVar[int]
+    REFERENCE_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    ABSOLUTE_FRAME_FIELD_NUMBER: _ClassVar[int]
+    NO_ROTATION_FIELD_NUMBER: _ClassVar[int]
+    NO_PLACEHOLDER_OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    NO_FOLLOWING_OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    gamma: float
+    max_anchors: int
+    reference_weights: bool
+    absolute_frame: bool
+    no_rotation: bool
+    no_placeholder_offsets: bool
+    no_following_offsets: bool
+    def __init__(self, gamma: _Optional[float] = ..., max_anchors: _Optional[int] = ..., reference_weights: bool = ..., absolute_frame: bool = ..., no_rotation: bool = ..., no_placeholder_offsets: bool = ..., no_following_offsets: bool = ...) -> None: ...
 
 class SegmentPlan(_message.Message):
-    __slots__ = ("start", "tokens", "action", "reason", "fresh", "anchors", "probe", "probe_tokens")
+    __slots__ = ("start", "tokens", "action", "reason", "fresh", "anchors", "probe", "probe_tokens", "corrected")
     START_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACTION_FIELD_NUMBER: _ClassVar[int]
@@ -368,6 +408,7 @@ class SegmentPlan(_message.Message):
     ANCHORS_FIELD_NUMBER: _ClassVar[int]
     PROBE_FIELD_NUMBER: _ClassVar[int]
     PROBE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CORRECTED_FIELD_NUMBER: _ClassVar[int]
     start: int
     tokens: int
     action: Action
@@ -376,10 +417,11 @@ class SegmentPlan(_message.Message):
     anchors: int
     probe: int
     probe_tokens: int
-    def __init__(self, start: _Optional[int] = ..., tokens: _Optional[int] = ..., action: _Optional[_Union[Action, str]] = ..., reason: _Optional[_Union[Reason, str]] = ..., fresh: _Optional[_Iterable[int]] = ..., anchors: _Optional[int] = ..., probe: _Optional[int] = ..., probe_tokens: _Optional[int] = ...) -> None: ...
+    corrected: bool
+    def __init__(self, start: _Optional[int] = ..., tokens: _Optional[int] = ..., action: _Optional[_Union[Action, str]] = ..., reason: _Optional[_Union[Reason, str]] = ..., fresh: _Optional[_Iterable[int]] = ..., anchors: _Optional[int] = ..., probe: _Optional[int] = ..., probe_tokens: _Optional[int] = ..., corrected: bool = ...) -> None: ...
 
 class OpenTurnReply(_message.Message):
-    __slots__ = ("turn_id", "segments", "prompt_tokens", "claimable_prefix", "policy", "buffer_path", "buffer_bytes", "buffer_tokens", "lease_seconds", "predicted_reuse_seconds", "predicted_dense_seconds", "residual_limit", "match_seconds")
+    __slots__ = ("turn_id", "segments", "prompt_tokens", "claimable_prefix", "policy", "buffer_path", "buffer_bytes", "buffer_tokens", "lease_seconds", "predicted_reuse_seconds", "predicted_dense_seconds", "residual_limit", "match_seconds", "audit")
     TURN_ID_FIELD_NUMBER: _ClassVar[int]
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -393,6 +435,7 @@ class OpenTurnReply(_message.Message):
     PREDICTED_DENSE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     RESIDUAL_LIMIT_FIELD_NUMBER: _ClassVar[int]
     MATCH_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    AUDIT_FIELD_NUMBER: _ClassVar[int]
     turn_id: str
     segments: _containers.RepeatedCompositeFieldContainer[SegmentPlan]
     prompt_tokens: int
@@ -406,7 +449,8 @@ class OpenTurnReply(_message.Message):
     predicted_dense_seconds: float
     residual_limit: float
     match_seconds: float
-    def __init__(self, turn_id: _Optional[str] = ..., segments: _Optional[_Iterable[_Union[SegmentPlan, _Mapping]]] = ..., prompt_tokens: _Optional[int] = ..., claimable_prefix: _Optional[int] = ..., policy: _Optional[_Union[Policy, str]] = ..., buffer_path: _Optional[str] = ..., buffer_bytes: _Optional[int] = ..., buffer_tokens: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., predicted_reuse_seconds: _Optional[float] = ..., predicted_dense_seconds: _Optional[float] = ..., residual_limit: _Optional[float] = ..., match_seconds: _Optional[float] = ...) -> None: ...
+    audit: bool
+    def __init__(self, turn_id: _Optional[str] = ..., segments: _Optional[_Iterable[_Union[SegmentPlan, _Mapping]]] = ..., prompt_tokens: _Optional[int] = ..., claimable_prefix: _Optional[int] = ..., policy: _Optional[_Union[Policy, str]] = ..., buffer_path: _Optional[str] = ..., buffer_bytes: _Optional[int] = ..., buffer_tokens: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., predicted_reuse_seconds: _Optional[float] = ..., predicted_dense_seconds: _Optional[float] = ..., residual_limit: _Optional[float] = ..., match_seconds: _Optional[float] = ..., audit: bool = ...) -> None: ...
 
 class FetchTurnRequest(_message.Message):
     __slots__ = ("turn_id",)
@@ -477,7 +521,7 @@ class ProbeResidual(_message.Message):
     def __init__(self, segment: _Optional[int] = ..., corrected: _Optional[float] = ..., repositioned: _Optional[float] = ...) -> None: ...
 
 class SettleTurnRequest(_message.Message):
-    __slots__ = ("turn_id", "verdict", "reason", "finish_reason", "output_token_ids", "output_kv_tokens", "probes", "timing")
+    __slots__ = ("turn_id", "verdict", "reason", "finish_reason", "output_token_ids", "output_kv_tokens", "probes", "timing", "distance")
     TURN_ID_FIELD_NUMBER: _ClassVar[int]
     VERDICT_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -486,6 +530,7 @@ class SettleTurnRequest(_message.Message):
     OUTPUT_KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROBES_FIELD_NUMBER: _ClassVar[int]
     TIMING_FIELD_NUMBER: _ClassVar[int]
+    DISTANCE_FIELD_NUMBER: _ClassVar[int]
     turn_id: str
     verdict: Verdict
     reason: Reason
@@ -494,7 +539,18 @@ class SettleTurnRequest(_message.Message):
     output_kv_tokens: int
     probes: _containers.RepeatedCompositeFieldContainer[ProbeResidual]
     timing: Timing
-    def __init__(self, turn_id: _Optional[str] = ..., verdict: _Optional[_Union[Verdict, str]] = ..., reason: _Optional[_Union[Reason, str]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., output_kv_tokens: _Optional[int] = ..., probes: _Optional[_Iterable[_Union[ProbeResidual, _Mapping]]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ...) -> None: ...
+    distance: Distance
+    def __init__(self, turn_id: _Optional[str] = ..., verdict: _Optional[_Union[Verdict, str]] = ..., reason: _Optional[_Union[Reason, str]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., output_kv_tokens: _Optional[int] = ..., probes: _Optional[_Iterable[_Union[ProbeResidual, _Mapping]]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., distance: _Optional[_Union[Distance, _Mapping]] = ...) -> None: ...
+
+class Distance(_message.Message):
+    __slots__ = ("kl", "top1", "tokens")
+    KL_FIELD_NUMBER: _ClassVar[int]
+    TOP1_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    kl: float
+    top1: float
+    tokens: int
+    def __init__(self, kl: _Optional[float] = ..., top1: _Optional[float] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class SettleTurnReply(_message.Message):
     __slots__ = ("repeated", "candidates", "accepted", "refused", "committed")
@@ -521,3 +577,114 @@ class ReleaseReply(_message.Message):
     RELEASED_FIELD_NUMBER: _ClassVar[int]
     released: bool
     def __init__(self, released: bool = ...) -> None: ...
+
+class CalibrateRequest(_message.Message):
+    __slots__ = ("template_id", "target_kl", "target_top1")
+    TEMPLATE_ID_FIELD_NUMBER: _ClassVar[int]
+    TARGET_KL_FIELD_NUMBER: _ClassVar[int]
+    TARGET_TOP1_FIELD_NUMBER: _ClassVar[int]
+    template_id: str
+    target_kl: float
+    target_top1: float
+    def __init__(self, template_id: _Optional[str] = ..., target_kl: _Optional[float] = ..., target_top1: _Optional[float] = ...) -> None: ...
+
+class Calibration(_message.Message):
+    __slots__ = ("usable", "signal", "residual_limit", "novelty_limit", "reposition", "audits", "kl_p95", "top1", "accepted", "target_kl", "target_top1", "auc")
+    class AucEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    USABLE_FIELD_NUMBER: _ClassVar[int]
+    SIGNAL_FIELD_NUMBER: _ClassVar[int]
+    RESIDUAL_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    NOVELTY_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    REPOSITION_FIELD_NUMBER: _ClassVar[int]
+    AUDITS_FIELD_NUMBER: _ClassVar[int]
+    KL_P95_FIELD_NUMBER: _ClassVar[int]
+    TOP1_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    TARGET_KL_FIELD_NUMBER: _ClassVar[int]
+    TARGET_TOP1_FIELD_NUMBER: _ClassVar[int]
+    AUC_FIELD_NUMBER: _ClassVar[int]
+    usable: bool
+    signal: str
+    residual_limit: float
+    novelty_limit: float
+    reposition: bool
+    audits: int
+    kl_p95: float
+    top1: float
+    accepted: float
+    target_kl: float
+    target_top1: float
+    auc: _containers.ScalarMap[str, float]
+    def __init__(self, usable: bool = ..., signal: _Optional[str] = ..., residual_limit: _Optional[float] = ..., novelty_limit: _Optional[float] = ..., reposition: bool = ..., audits: _Optional[int] = ..., kl_p95: _Optional[float] = ..., top1: _Optional[float] = ..., accepted: _Optional[float] = ..., target_kl: _Optional[float] = ..., target_top1: _Optional[float] = ..., auc: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class CalibrateReply(_message.Message):
+    __slots__ = ("calibration",)
+    CALIBRATION_FIELD_NUMBER: _ClassVar[int]
+    calibration: Calibration
+    def __init__(self, calibration: _Optional[_Union[Calibration, _Mapping]] = ...) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SlotStatus(_message.Message):
+    __slots__ = ("ordinal", "placeholder", "origin", "samples", "error", "bytes", "off", "audits", "kl_mean", "kl_p95", "top1")
+    ORDINAL_FIELD_NUMBER: _ClassVar[int]
+    PLACEHOLDER_FIELD_NUMBER: _ClassVar[int]
+    ORIGIN_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    OFF_FIELD_NUMBER: _ClassVar[int]
+    AUDITS_FIELD_NUMBER: _ClassVar[int]
+    KL_MEAN_FIELD_NUMBER: _ClassVar[int]
+    KL_P95_FIELD_NUMBER: _ClassVar[int]
+    TOP1_FIELD_NUMBER: _ClassVar[int]
+    ordinal: int
+    placeholder: str
+    origin: str
+    samples: int
+    error: float
+    bytes: int
+    off: bool
+    audits: int
+    kl_mean: float
+    kl_p95: float
+    top1: float
+    def __init__(self, ordinal: _Optional[int] = ..., placeholder: _Optional[str] = ..., origin: _Optional[str] = ..., samples: _Optional[int] = ..., error: _Optional[float] = ..., bytes: _Optional[int] = ..., off: bool = ..., audits: _Optional[int] = ..., kl_mean: _Optional[float] = ..., kl_p95: _Optional[float] = ..., top1: _Optional[float] = ...) -> None: ...
+
+class TemplateStatus(_message.Message):
+    __slots__ = ("template_id", "model_id", "produces", "decision", "policy", "slots", "calibration", "audits")
+    TEMPLATE_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    PRODUCES_FIELD_NUMBER: _ClassVar[int]
+    DECISION_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    CALIBRATION_FIELD_NUMBER: _ClassVar[int]
+    AUDITS_FIELD_NUMBER: _ClassVar[int]
+    template_id: str
+    model_id: str
+    produces: str
+    decision: Decision
+    policy: Policy
+    slots: _containers.RepeatedCompositeFieldContainer[SlotStatus]
+    calibration: Calibration
+    audits: int
+    def __init__(self, template_id: _Optional[str] = ..., model_id: _Optional[str] = ..., produces: _Optional[str] = ..., decision: _Optional[_Union[Decision, str]] = ..., policy: _Optional[_Union[Policy, str]] = ..., slots: _Optional[_Iterable[_Union[SlotStatus, _Mapping]]] = ..., calibration: _Optional[_Union[Calibration, _Mapping]] = ..., audits: _Optional[int] = ...) -> None: ...
+
+class StatusReply(_message.Message):
+    __slots__ = ("boot_id", "uptime_seconds", "templates")
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TEMPLATES_FIELD_NUMBER: _ClassVar[int]
+    boot_id: str
+    uptime_seconds: float
+    templates: _containers.RepeatedCompositeFieldContainer[TemplateStatus]
+    def __init__(self, boot_id: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., templates: _Optional[_Iterable[_Union[TemplateStatus, _Mapping]]] = ...) -> None: ...

@@ -518,3 +518,120 @@ class Turns(object):
             timeout,
             metadata,
             _registered_method=True)
+
+
+class QualityStub(object):
+    """Missing associated documentation comment in .proto file."""
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Calibrate = channel.unary_unary(
+                '/kvcache.v1.Quality/Calibrate',
+                request_serializer=kvcache__proto_dot_v1_dot_kvcache__pb2.CalibrateRequest.SerializeToString,
+                response_deserializer=kvcache__proto_dot_v1_dot_kvcache__pb2.CalibrateReply.FromString,
+                _registered_method=True)
+        self.Status = channel.unary_unary(
+                '/kvcache.v1.Quality/Status',
+                request_serializer=kvcache__proto_dot_v1_dot_kvcache__pb2.StatusRequest.SerializeToString,
+                response_deserializer=kvcache__proto_dot_v1_dot_kvcache__pb2.StatusReply.FromString,
+                _registered_method=True)
+
+
+class QualityServicer(object):
+    """Missing associated documentation comment in .proto file."""
+
+    def Calibrate(self, request, context):
+        """Fit the thresholds of a template to a quality target from its audits. Reuse under `guarded` is off until then.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Status(self, request, context):
+        """Models, templates, slots and pools with their calibration and audited quality.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_QualityServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Calibrate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Calibrate,
+                    request_deserializer=kvcache__proto_dot_v1_dot_kvcache__pb2.CalibrateRequest.FromString,
+                    response_serializer=kvcache__proto_dot_v1_dot_kvcache__pb2.CalibrateReply.SerializeToString,
+            ),
+            'Status': grpc.unary_unary_rpc_method_handler(
+                    servicer.Status,
+                    request_deserializer=kvcache__proto_dot_v1_dot_kvcache__pb2.StatusRequest.FromString,
+                    response_serializer=kvcache__proto_dot_v1_dot_kvcache__pb2.StatusReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'kvcache.v1.Quality', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('kvcache.v1.Quality', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Quality(object):
+    """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def Calibrate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcache.v1.Quality/Calibrate',
+            kvcache__proto_dot_v1_dot_kvcache__pb2.CalibrateRequest.SerializeToString,
+            kvcache__proto_dot_v1_dot_kvcache__pb2.CalibrateReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Status(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcache.v1.Quality/Status',
+            kvcache__proto_dot_v1_dot_kvcache__pb2.StatusRequest.SerializeToString,
+            kvcache__proto_dot_v1_dot_kvcache__pb2.StatusReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -1,6 +1,8 @@
-"""The demo's agents: fixed role prompts, a user question, and every earlier answer."""
+"""The agents of demo and evaluation: fixed role prompts, a user question, and what others said."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 ROLES = {
     "planner": (
@@ -59,17 +61,63 @@ RULES = (
 )
 
 
-def templates(agents: int) -> list[tuple[str, str]]:
-    """(role, prompt template) of the first `agents` roles, fully connected: each reads all earlier answers."""
-    names = list(ROLES)[:agents]
+JUDGE = (
+    "You are the Judge of a team of assistants who each answered the user's question on their own. You receive the "
+    "question and all their answers, in no particular order. Compare the answers with each other, not with your own taste. "
+    "Decide which of them is best: correct first, then complete, then short. Do not mix answers and do not repair them. "
+    "Name the number of the best answer at once, then give the reason in one sentence. If two answers are equally good, "
+    "take the one that comes first."
+)
+READER = "You are the Reader in a team of assistants. Read what the user sends and say in one sentence what it is about."
+SOLVER = (
+    "You are the Solver in a team of assistants. Think about what the user sends, carry the work on from where it stands, "
+    "and say the result clearly at the end."
+)
+TOPOLOGIES = ("chain", "full", "judge")
+
+
+@dataclass(frozen=True)
+class Member:
+    """One agent. produces: the placeholder that its answer fills; shuffled: its candidates come in a random order."""
+
+    name: str
+    template: str
+    produces: str = ""
+    decision: str = "reuse"
+    shuffled: bool = False
+
+
+def team(agents: int, topology: str) -> list[Member]:
+    """2 to 5 agents. chain: each reads the one before; full: each reads all before; judge: the last one reads all others,
+    which read the question only, and decides."""
+    roles = {name: f"{text} {RULES}" for name, text in ROLES.items()}
+    names = [*list(roles)[: agents - 1], "judge"] if topology == "judge" else list(roles)[:agents]
     out = []
-    for index, name in enumerate(names):
-        earlier = "".join(f"\n\nThe {other.capitalize()} wrote:\n{{{other}}}" for other in names[:index])
-        out.append(
-            (
-                name,
-                f"<|im_start|>system\n{ROLES[name]} {RULES}<|im_end|>\n<|im_start|>user\nQuestion: {{question}}{earlier}"
-                f"\n\nNow write your part as the {name.capitalize()}.<|im_end|>\n<|im_start|>assistant\n",
-            )
+    for place, name in enumerate(names):
+        judge = name == "judge"
+        earlier = {"full": names[:place], "chain": names[max(0, place - 1) : place], "judge": names[:-1] if judge else []}
+        read = "".join(
+            f"\n\n{f'Answer {n}' if judge else f'The {other.capitalize()} wrote'}:\n{{{other}}}"
+            for n, other in enumerate(earlier[topology], 1)
         )
+        closing = "Which answer is best?" if judge else f"Now write your part as the {name.capitalize()}."
+        template = _chat(JUDGE if judge else roles[name], f"Question: {{question}}{read}\n\n{closing}")
+        out.append(Member(name, template, name, "dense" if judge else "reuse", judge))
     return out
+
+
+def span_members(answers: bool) -> list[Member]:
+    """Who reads or says a span first, who meets the exact context of the second use, and who reuses it."""
+    first = _open(READER) + "{question}"
+    if not answers:
+        return [Member("reader", first), Member("solver", _open(SOLVER) + "{question}")]
+    between = Member("context", _open(SOLVER) + "{question}")
+    return [Member("reader", first, "answer"), between, Member("solver", _open(SOLVER) + "{question}{answer}")]
+
+
+def _open(role: str) -> str:
+    return f"<|im_start|>system\n{role}<|im_end|>\n<|im_start|>user\n"
+
+
+def _chat(role: str, text: str) -> str:
+    return f"{_open(role)}{text}<|im_end|>\n<|im_start|>assistant\n"
