@@ -14,10 +14,11 @@ from torch import Tensor
 
 LEAD = 16
 ERROR_MEMORY = 0.8  # weight of the past in the running held-out error
-RIDGE = 1.0  # relative to the mean diagonal of XᵀX; chosen on the training half, see docs/decisions
+RIDGE = 3.0  # penalty in samples: so much of the mean diagonal of XᵀX per sample; chosen on the training half
 MEMORY = 256  # samples: beyond them old ones fade, so that a slot follows its traffic
 STORE = torch.float16  # of sums and maps at rest; a quarter of float64, see docs/decisions
 _TINY = 1e-30
+_SHRINK = 1e-3  # of the second moments behind novelty, relative to their mean diagonal
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class LinearMap:
     weight: Tensor  # [layers, 2, kv_heads, head_dim, head_dim]
     bias: Tensor  # [layers, 2, kv_heads, head_dim]
     lead: Tensor  # [layers, 2, LEAD, kv_heads, head_dim]
-    precision: Tensor  # [2, kv_heads, features, features], float32: (XᵀX + penalty)⁻¹ of the middle layer
+    precision: Tensor  # [2, kv_heads, head_dim + 1, head_dim + 1], float32: inverse second moments of the middle layer
     samples: int
     error: float  # held-out error relative to re-position only; below 1 the map helps
     novelty_scale: float  # running mean of the leverage that samples had just before they were added
@@ -37,8 +38,8 @@ class LinearMap:
         return sum(t.nbytes for t in (self.weight, self.bias, self.lead, self.precision))
 
     def novelty(self, base: Tensor) -> float:
-        """How unlike the learned samples a sample is: its mean leverage xᵀ(XᵀX + penalty)⁻¹x in the middle layer, relative
-        to what new samples of this slot usually have. About 1 for more of the same; grows without bound.
+        """How unlike the learned samples a sample is: the mean leverage xᵀ(XᵀX)⁻¹x of its tokens in the middle layer,
+        relative to what new samples of this slot usually have. About 1 for more of the same; grows without bound.
 
         base: canonical [layers, 2, tokens, kv_heads, head_dim].
         """
@@ -118,7 +119,7 @@ class RidgeStatistics:
         diagonal = gram.diagonal(dim1=-2, dim2=-1)
         dim = cross.shape[-1]
         penalty = torch.ones_like(diagonal)  # lead indicators: shrunk as if one sample without offset had been seen
-        penalty[..., :dim] = RIDGE * diagonal[..., :dim].mean(-1, keepdim=True) + 1e-9
+        penalty[..., :dim] = RIDGE / min(self.samples + 1, MEMORY) * diagonal[..., :dim].mean(-1, keepdim=True) + 1e-9
         penalty[..., dim] = 1e-6
         factor = torch.linalg.cholesky(gram + torch.diag_embed(penalty))
         weights = torch.cholesky_solve(cross, factor).to(STORE)
@@ -126,7 +127,7 @@ class RidgeStatistics:
             weight=weights[..., :dim, :].contiguous(),
             bias=weights[..., dim, :].contiguous(),
             lead=weights[..., dim + 1 :, :].transpose(2, 3).contiguous(),
-            precision=torch.cholesky_inverse(factor[len(factor) // 2]).float(),
+            precision=_precision(gram[len(gram) // 2, ..., : dim + 1, : dim + 1]),
             samples=self.samples + 1,
             error=self.error,
             novelty_scale=self._novelty_scale,
@@ -151,9 +152,17 @@ def _remember(past: float, new: float) -> float:
     return ERROR_MEMORY * past + (1.0 - ERROR_MEMORY) * new
 
 
+def _precision(moments: Tensor) -> Tensor:
+    """Inverse of second moments [..., n, n]. Far less shrunk than the map: directions that samples hardly take must count."""
+    diagonal = moments.diagonal(dim1=-2, dim2=-1)
+    shrunk = moments + torch.diag_embed((_SHRINK * diagonal.mean(-1, keepdim=True) + 1e-9).expand_as(diagonal))
+    return torch.cholesky_inverse(torch.linalg.cholesky(shrunk)).float()
+
+
 def _leverage(base: Tensor, precision: Tensor) -> float:
     """Mean over tokens, heads, K and V of xᵀ P x in the middle layer."""
-    rows = _features(base[len(base) // 2][None])[0].float()  # [2, kv_heads, tokens, features]
+    rows = base[len(base) // 2].transpose(1, 2).float()  # [2, kv_heads, tokens, head_dim]
+    rows = torch.cat([rows, torch.ones(*rows.shape[:-1], 1)], -1)
     return float(((rows @ precision) * rows).sum(-1).mean())
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 SIGNALS = ("residual", "ratio", "novelty", "error", "entropy")
-GATES = ("residual", "novelty")  # the signals that have a limit; the others compete for information
-ENVELOPE = 1.5  # a signal this far beyond all that calibration saw is outside of what it can vouch for
+GATES = ("residual", "ratio", "novelty")  # the signals that have a limit; the others compete for information
+ENVELOPE = 1.15  # a signal this far beyond all that calibration saw is outside of what it can vouch for; or one more range
 MIN_ACCEPTED = 0.2  # a gate that refuses more than four turns of five is no reuse
 WINDOW = 10  # audits of a slot that decide
 BAD_TO_LEAVE = 2  # audits beyond the target in the window that switch a slot off
@@ -49,6 +49,7 @@ class Calibration:
     usable: bool
     signal: str
     residual_limit: float
+    ratio_limit: float
     novelty_limit: float
     reposition: bool
     audits: int
@@ -89,7 +90,7 @@ def calibrate(audits: Sequence[Audit], target: Target) -> Calibration:
     """Fit the limits. Needs MIN_AUDITS guarded audits; raises ValueError with fewer.
 
     The signal with the best AUC gates: its limit is the largest value at which the accepted audits meet the target.
-    Every gate also ends at ENVELOPE times what the accepted audits showed: beyond it nothing was measured.
+    Every gate also ends somewhat beyond what the accepted audits showed, by one more range: there nothing was measured.
     """
     corrected = [a for a in audits if not a.reposition]
     plain = [a for a in audits if a.reposition]
@@ -102,17 +103,14 @@ def calibrate(audits: Sequence[Audit], target: Target) -> Calibration:
     ordered = sorted(corrected, key=lambda a: a.signals.get(signal, 0.0))
     count = next((n for n in range(len(ordered), 0, -1) if _meets(ordered[:n], target)), 0)
     accepted = ordered[:count]
-    limits = {
-        name: min(
-            ENVELOPE * max((a.signals.get(name, 0.0) for a in accepted), default=0.0),
-            ordered[count].signals.get(signal, 0.0) if name == signal and count < len(ordered) else math.inf,
-        )
-        for name in GATES
-    }
+    limits = {name: _envelope([a.signals.get(name, 0.0) for a in accepted]) for name in GATES}
+    if count < len(ordered):
+        limits[signal] = min(limits[signal], ordered[count].signals.get(signal, 0.0))
     return Calibration(
         usable=count >= MIN_ACCEPTED * len(ordered),
         signal=signal,
         residual_limit=limits["residual"],
+        ratio_limit=limits["ratio"],
         novelty_limit=limits["novelty"],
         reposition=len(plain) >= MIN_AUDITS and _meets(plain, target),
         audits=len(corrected),
@@ -122,6 +120,12 @@ def calibrate(audits: Sequence[Audit], target: Target) -> Calibration:
         target=target,
         auc={name: round(value, 4) for name, value in known.items()},
     )
+
+
+def _envelope(values: Sequence[float]) -> float:
+    if not values:
+        return 0.0
+    return max(ENVELOPE * max(values), 2 * max(values) - min(values))
 
 
 def _bad(audits: Sequence[Audit], target: Target) -> list[bool]:
@@ -195,6 +199,10 @@ class QualityBook:
         return SlotQuality(
             (*key, ordinal) in self._off, len(window), _mean(kls), quantile(kls, 0.95), _mean(a.top1 for a in window)
         )
+
+    def slots(self) -> list[tuple[str, str, int]]:
+        """(tenant, template id, ordinal) of every slot that was audited."""
+        return list(self._windows)
 
     @property
     def slots_off(self) -> int:

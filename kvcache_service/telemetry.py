@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -33,6 +33,28 @@ GAUGES = {
     "kvcache_anchor_bytes": "Bytes of anchors: bases and full offsets (paper)",
     "kvcache_catalog_up": "1 when the last metadata call succeeded",
 }
+
+
+# Audited quality by slot: name -> (help, field of SlotReport).
+SLOT_GAUGES = {
+    "kvcache_slot_audits": ("Audits in the window of a slot", "audits"),
+    "kvcache_slot_audit_kl": ("Mean KL to dense over the window of a slot, nats", "kl"),
+    "kvcache_slot_audit_top1": ("Mean top-1 agreement over the window of a slot", "top1"),
+    "kvcache_slot_off": ("1 when audits switched the slot to dense", "off"),
+}
+MAX_SLOTS = 256
+
+
+@dataclass(frozen=True)
+class SlotReport:
+    """One slot's audits. template: the first characters of its id."""
+
+    template: str
+    placeholder: str
+    audits: float
+    kl: float
+    top1: float
+    off: float
 
 
 @dataclass(frozen=True)
@@ -117,6 +139,10 @@ class Telemetry:
         """Serve GAUGES from `read`, called at every scrape."""
         self.registry.register(_Gauges(read))
 
+    def watch_slots(self, read: Callable[[], Sequence[SlotReport]]) -> None:
+        """Serve SLOT_GAUGES from `read`, called at every scrape; at most MAX_SLOTS slots, so that cardinality is bounded."""
+        self.registry.register(_SlotGauges(read))
+
 
 class _Gauges(Collector):
     def __init__(self, read: Callable[[], dict[str, float]]) -> None:
@@ -126,3 +152,16 @@ class _Gauges(Collector):
         values = self._read()
         for name, text in GAUGES.items():
             yield GaugeMetricFamily(name, text, value=values[name])
+
+
+class _SlotGauges(Collector):
+    def __init__(self, read: Callable[[], Sequence[SlotReport]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        slots = self._read()[:MAX_SLOTS]
+        for name, (text, field) in SLOT_GAUGES.items():
+            family = GaugeMetricFamily(name, text, labels=["template", "placeholder"])
+            for slot in slots:
+                family.add_metric([slot.template, slot.placeholder], getattr(slot, field))
+            yield family

@@ -55,7 +55,7 @@ def evaluate(
     results: dict[str, Any] = {}
     for plan in plans:
         with common.Bars(screen) as bars:
-            results[plan.name], _ = run.run(plan, chosen, loaded, tokenizer, options, bars.track)
+            results[plan.name] = run.run(plan, chosen, loaded, tokenizer, options, bars.track)
         report.show(screen, plan.name, results[plan.name])
         _write(json_path, run.describe(options, chosen), results)
     png.parent.mkdir(parents=True, exist_ok=True)

@@ -28,9 +28,9 @@ from kvcache_service.engine.update import Update
 from kvcache_service.errors import Code, KVCacheError, invalid
 from kvcache_service.geometry import Geometry
 from kvcache_service.kernels import cpu
-from kvcache_service.prompt import Fixed, Policy, Template, check_tokens, lay_out, tokens_key
+from kvcache_service.prompt import Fixed, Placeholder, Policy, Template, check_tokens, lay_out, tokens_key
 from kvcache_service.quality import MIN_AUDITS, Audit, Calibration, QualityBook, SlotQuality, Target, calibrate
-from kvcache_service.telemetry import Telemetry, TurnReport
+from kvcache_service.telemetry import SlotReport, Telemetry, TurnReport
 from kvcache_service.tiers.host import HostTier
 from kvcache_service.tiers.shared import BufferPool, SharedDirectory
 
@@ -76,12 +76,18 @@ class TemplateStatus:
 
 
 @dataclass(frozen=True)
-class Opened:
-    """residual_limit: the probe residual at which the worker falls back."""
+class ProbeLimits:
+    """Where the worker falls back: mean probe residual, and that over the residual of re-positioned KV."""
 
+    residual: float
+    ratio: float
+
+
+@dataclass(frozen=True)
+class Opened:
     turn: Turn
     match_seconds: float
-    residual_limit: float
+    limits: ProbeLimits
 
 
 class Engine:
@@ -121,6 +127,7 @@ class Engine:
         self._turns: dict[str, Turn] = {}
         self._finished: OrderedDict[str, Finished | None] = OrderedDict()
         telemetry.watch(self.gauges)
+        telemetry.watch_slots(self.audited_slots)
 
     # Sessions
 
@@ -247,7 +254,7 @@ class Engine:
                         Code.CONFLICT, "the id belongs to another request", field="request_id", fix="send a new id"
                     )
                 turn = self._find(tenant, turn_id)
-                return Opened(turn, 0.0, self._residual_limit(turn))
+                return Opened(turn, 0.0, self._probe_limits(turn))
             template = self._template(tenant, template_id)
             geometry = self._models[template.model_id]
             for name, token_ids in samples.items():
@@ -285,7 +292,7 @@ class Engine:
             session.requests[request_id] = (turn.turn_id, asked)
         elapsed = self._clock() - started
         self._telemetry.match.observe(elapsed)
-        return Opened(turn, elapsed, self._residual_limit(turn))
+        return Opened(turn, elapsed, self._probe_limits(turn))
 
     def assemble(self, tenant: str, turn_id: str) -> tuple[Turn, float]:
         """Write the turn's KV into its buffer, once. Returns the seconds that it took."""
@@ -440,6 +447,20 @@ class Engine:
                 "kvcache_catalog_up": float(self._catalog_up),
             }
 
+    def audited_slots(self) -> list[SlotReport]:
+        """Quality of every slot that was audited, one row per template and placeholder."""
+        with self._lock:
+            rows = {}
+            for tenant, template_id, ordinal in self._quality.slots():
+                found = self._quality.slot((tenant, template_id), ordinal)
+                segment = self._templates[tenant, template_id].segments[ordinal]
+                assert isinstance(segment, Placeholder)
+                name = f"{ordinal}:{segment.name}"
+                rows[template_id, name] = SlotReport(
+                    template_id[:12], name, found.audits, found.kl_mean, found.top1, float(found.off)
+                )
+            return list(rows.values())
+
     def check_catalog(self) -> bool:
         """A real call to the metadata store; for health."""
         self._catalog_up = self._catalog.ping()
@@ -479,11 +500,13 @@ class Engine:
             log.warning("calibration of %s is not readable; calibrate again", template_id[:12])
             return None
 
-    def _residual_limit(self, turn: Turn) -> float:
+    def _probe_limits(self, turn: Turn) -> ProbeLimits:
         if turn.trial is not None:
-            return math.inf
+            return ProbeLimits(math.inf, math.inf)
         calibration = self._quality.calibrations.get((turn.tenant, turn.template.template_id))
-        return calibration.residual_limit if calibration is not None else self.settings.residual_limit
+        if calibration is None:
+            return ProbeLimits(self.settings.residual_limit, 1.0)
+        return ProbeLimits(calibration.residual_limit, calibration.ratio_limit)
 
     def _wants_audit(self, plan: Plan) -> bool:
         """A sample of reuse turns; and of dense turns that only wait for a verdict on their quality."""

@@ -193,7 +193,7 @@ class Planner:
         span = segment.span
         covered = span.start + _covered(segment)
         lead = range(span.start, min(span.start + (self._settings.boundary if span.placeholder else 0), covered))
-        tail = range(max(span.start, span.end - self._settings.trailing) if last and not span.placeholder else covered, span.end)
+        tail = range(max(span.start, span.end - self._settings.trailing) if last else covered, span.end)
         fresh = tuple(sorted({*lead, *tail, *range(covered, span.end)}))
         return replace(segment, fresh=fresh, probe=tuple(lead) if isinstance(segment.source, Mapped) else ())
 

@@ -13,7 +13,7 @@ from kvcache_client.adapters.transformers import SharedModel
 from kvcache_service.evaluation import summary
 from kvcache_service.evaluation.dataset import Dataset, Row
 from kvcache_service.evaluation.policies import Policy
-from kvcache_service.evaluation.runner import Measured, Runner
+from kvcache_service.evaluation.runner import Runner
 from kvcache_service.evaluation.scenes import Agents, Setting, Spans
 from kvcache_service.evaluation.service import ServiceProcess
 from kvcache_service.evaluation.team import team
@@ -85,8 +85,8 @@ def _spans(name: str) -> Callable[[SharedModel], Setting]:
 
 def run(
     plan: Plan, policies: Sequence[Policy], model: Any, tokenizer: Any, options: Options, track: Track[Any], **settings: str
-) -> tuple[dict[str, Any], Measured]:
-    """One setting: its figures as documented, and its rows. settings: of the service, beside those for measuring."""
+) -> dict[str, Any]:
+    """One setting: its figures as documented. settings: of the service, beside those for measuring."""
     measuring = {"audit_rate": "0", "trial_rate": "0", "max_cost_ratio": "1e9"}  # whether reuse pays is measured, not assumed
     with ServiceProcess(**(measuring | settings)) as service, KVCacheClient(service.target) as client:
         shared = SharedModel(model, tokenizer, client)
@@ -107,8 +107,9 @@ def run(
         "controls": summary.controls(measured),
         "calibration": {name: summary.calibration(value) for name, value in fitted.items()},
         "target_kl": target,
+        "turns": [summary.turn(row) for row in measured.rows],
     }
-    return out, measured
+    return out
 
 
 def _take(items: Iterator[Item], count: int) -> Iterator[Item]:

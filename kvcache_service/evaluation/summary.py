@@ -29,10 +29,11 @@ def interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
 def figures(measured: Measured, target_kl: float, pool_bytes: dict[str, float]) -> dict[str, Figures]:
     """Per policy; pool_bytes: what each policy's pools hold at the end."""
     by_policy = {name: [r for r in measured.rows if r.policy == name] for name in dict.fromkeys(r.policy for r in measured.rows)}
-    moved = {(r.scene, r.agent): r.kl for r in by_policy.get("reposition", [])}
     out = {}
     for name, rows in by_policy.items():
-        plain = name.partition(":")[0]
+        plain, _, budget = name.partition(":")
+        same_budget = f"reposition:{budget}" if budget else "recompute" if plain in ("guarded", "ungated") else "reposition"
+        moved = {(r.scene, r.agent): r.kl for r in by_policy.get(same_budget, by_policy.get("reposition", []))}
         out[name] = _policy(rows, measured.others, moved, target_kl) | {
             "pool_bytes": pool_bytes["anchors"] if plain in ("paper", "reference") else pool_bytes.get(plain, 0)
         }
@@ -61,7 +62,7 @@ def _policy(rows: list[Row], others: list[Row], moved: dict[tuple[int, str], flo
         "token_reuse": sum(r.answer.reused_tokens for r in rows) / prompt,
         "call_reuse": sum(r.answer.outcome == "reuse" for r in rows) / calls,
         "fresh_tokens": statistics.fmean(r.answer.prompt_tokens - r.answer.reused_tokens for r in rows),
-        "harm_rate": sum(kl > base for kl, base in paired) / len(paired) if paired else 0.0,
+        "harm_rate": sum(kl > 1.01 * base + 1e-5 for kl, base in paired) / len(paired) if paired else 0.0,
         "accept": len(accepted) / len(rows),
         "wrong_accept": sum(r.kl > target_kl for r in accepted) / len(rows),
         "wrong_reject": sum((r.refused_kl or 0.0) <= target_kl for r in refused) / len(rows),
@@ -98,6 +99,7 @@ def calibration(value: pb.Calibration) -> Figures:
         "usable": value.usable,
         "signal": value.signal,
         "residual_limit": value.residual_limit,
+        "ratio_limit": value.ratio_limit,
         "novelty_limit": value.novelty_limit,
         "reposition": value.reposition,
         "audits": value.audits,
@@ -105,4 +107,29 @@ def calibration(value: pb.Calibration) -> Figures:
         "top1": value.top1,
         "accepted": value.accepted,
         "auc": dict(value.auc),
+    }
+
+
+def turn(row: Row) -> Figures:
+    """One turn under one policy, for whoever wants to look closer."""
+    answer = row.answer
+    return {
+        "scene": row.scene,
+        "agent": row.agent,
+        "policy": row.policy,
+        "outcome": answer.outcome,
+        "reason": answer.reason,
+        "prompt_tokens": answer.prompt_tokens,
+        "reused_tokens": answer.reused_tokens,
+        "ttft_s": answer.ttft,
+        "ttft_dense_s": row.ttft_dense,
+        "overhead_s": answer.overhead,
+        "kl": row.kl,
+        "top1": row.top1,
+        "nll_delta": row.nll,
+        "divergence": row.divergence,
+        "refused_kl": row.refused_kl,
+        "residual": answer.residual,
+        "unaided": answer.unaided,
+        "novelty": answer.novelty,
     }

@@ -128,6 +128,7 @@ def opened(value: Opened, lease_seconds: float) -> pb.OpenTurnReply:
                 probe=column,
                 probe_tokens=len(segment.probe),
                 corrected=segment in plan.corrected,
+                novelty=segment.novelty,
             )
         )
         column += len(segment.probe)
@@ -143,7 +144,8 @@ def opened(value: Opened, lease_seconds: float) -> pb.OpenTurnReply:
         lease_seconds=lease_seconds,
         predicted_reuse_seconds=plan.predicted_reuse,
         predicted_dense_seconds=plan.predicted_dense,
-        residual_limit=value.residual_limit,
+        residual_limit=value.limits.residual,
+        ratio_limit=value.limits.ratio,
         match_seconds=value.match_seconds,
         audit=turn.audit,
     )
@@ -186,6 +188,7 @@ def calibration(value: Calibration) -> pb.Calibration:
         usable=value.usable,
         signal=value.signal,
         residual_limit=value.residual_limit,
+        ratio_limit=value.ratio_limit,
         novelty_limit=value.novelty_limit,
         reposition=value.reposition,
         audits=value.audits,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcache_service.predictor import LEAD, RIDGE, RidgeStatistics, RunningMean
+from kvcache_service.predictor import LEAD, MEMORY, RIDGE, RidgeStatistics, RunningMean
 
 LAYERS, HEADS, DIM = 3, 2, 4
 
@@ -39,7 +39,7 @@ def test_solution_equals_the_normal_equations() -> None:
     x, y = torch.cat(rows), torch.cat(targets)
     gram = x.T @ x
     penalty = torch.ones(DIM + 1 + LEAD, dtype=torch.float64)
-    penalty[:DIM] = RIDGE * gram.diagonal()[:DIM].mean() + 1e-9
+    penalty[:DIM] = RIDGE / 3 * gram.diagonal()[:DIM].mean() + 1e-9
     penalty[DIM] = 1e-6
     expected = torch.linalg.inv(gram + penalty.diag()) @ x.T @ y
     found = statistics.map
@@ -59,7 +59,7 @@ def test_order_of_samples_does_not_matter() -> None:
         other.add(base, offset)
     assert one.map is not None
     assert other.map is not None
-    torch.testing.assert_close(one.map.weight, other.map.weight, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(one.map.weight, other.map.weight, rtol=5e-3, atol=2e-3)  # kept in float16
 
 
 def test_held_out_error_falls_where_offsets_are_learnable_and_stays_where_they_are_noise() -> None:
@@ -87,3 +87,61 @@ def test_running_mean() -> None:
     assert mean.samples == 2
     with pytest.raises(AssertionError):
         RunningMean().mean()
+
+
+def test_sums_at_rest_keep_what_the_solution_needs() -> None:
+    """Features of very different size, as keys have them: float16 at rest against everything in float64."""
+    scales = torch.tensor([100.0, 1.0, 0.05, 3.0])
+    statistics = RidgeStatistics()
+    gram = cross = 0.0
+    for seed in range(40):
+        base = draw(30, seed) * scales + scales  # a mean as large as the spread
+        offset = truth(base)
+        statistics.add(base, offset)
+        x = base[1, 0, :, 1].double()
+        lead = torch.zeros(len(x), LEAD, dtype=torch.float64)
+        lead[range(LEAD), range(LEAD)] = 1.0
+        x = torch.cat([x, torch.ones(len(x), 1), lead], 1)
+        gram, cross = gram + x.T @ x, cross + x.T @ offset[1, 0, :, 1].double()
+    penalty = torch.ones(DIM + 1 + LEAD, dtype=torch.float64)
+    penalty[:DIM] = RIDGE / 40 * gram.diagonal()[:DIM].mean() + 1e-9
+    penalty[DIM] = 1e-6
+    exact = torch.linalg.solve(gram + penalty.diag(), cross)
+    probe = draw(30, 999) * scales + scales
+    expected = probe[1, 0, :, 1].double() @ exact[:DIM] + exact[DIM]
+    found = statistics.map
+    assert found is not None
+    got = probe[1, 0, :, 1].double() @ found.weight[1, 0, 1].double() + found.bias[1, 0, 1].double()
+    assert float((got - expected).norm() / expected.norm()) < 5e-3
+    fields = (DIM + 1 + LEAD) * (DIM + 1 + LEAD + 1) // 2 + (DIM + 1 + LEAD) * DIM
+    assert statistics.nbytes < 3 * LAYERS * 2 * HEADS * fields * 4, "an eighth of what float64 sums and a float32 map would take"
+
+
+def test_novelty_tells_a_foreign_sample_from_more_of_the_same() -> None:
+    statistics = RidgeStatistics()
+    narrow = torch.tensor([1.0, 1.0, 0.02, 0.02])  # the slot's samples hardly move in two directions
+    for seed in range(20):
+        base = draw(40, seed) * narrow
+        statistics.add(base, truth(base))
+    assert statistics.map is not None
+    same = [statistics.map.novelty(draw(40, 100 + seed) * narrow) for seed in range(5)]
+    foreign = [statistics.map.novelty(draw(40, 200 + seed)) for seed in range(5)]
+    assert max(same) < 1.5
+    assert min(foreign) > 3 * max(same)
+
+
+def test_old_samples_fade() -> None:
+    """After a change of the world the map follows, however many samples came before."""
+    statistics = RidgeStatistics()
+    flipped = RidgeStatistics()
+    for seed in range(MEMORY + 40):
+        base = draw(2, seed)
+        statistics.add(base, truth(base))
+    for seed in range(4 * MEMORY):
+        base = draw(2, 5000 + seed)
+        statistics.add(base, -truth(base))
+        flipped.add(base, -truth(base))
+    assert statistics.map is not None
+    assert flipped.map is not None
+    difference = (statistics.map.weight.float() - flipped.map.weight.float()).norm() / flipped.map.weight.float().norm()
+    assert float(difference) < 0.2

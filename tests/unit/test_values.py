@@ -11,19 +11,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvcache_client.adapters.audit import Distance, compare
 from kvcache_proto.v1 import kvcache_pb2 as pb
 from kvcache_proto.v1.tensors import FrameError, FrameWriter, frames, ranges
 from pydantic import ValidationError
 
 from kvcache_service.catalog.keys import Group, PoolKey
 from kvcache_service.config import Config, host_budget, refuse_unknown_environment
-from kvcache_service.demo.report import quantile
-from kvcache_service.demo.run import compare, read_dataset
+from kvcache_service.demo.run import questions
 from kvcache_service.engine.cost import CostModel
 from kvcache_service.engine.plan import Action, Plan, Reason, Repositioned, SegmentPlan
 from kvcache_service.engine.planning import bypass
 from kvcache_service.errors import Code, KVCacheError
+from kvcache_service.evaluation.dataset import Row, read, read_rows
 from kvcache_service.prompt import Fixed, Placeholder, Policy, Role, Template, context_keys, lay_out, tokens_key
+from kvcache_service.quality import quantile
 
 TEMPLATE = Template("m", (Fixed((1, 2)), Placeholder("x"), Fixed((3,)), Placeholder("y")), Role.REUSE, Policy.GUARDED, "z")
 
@@ -163,24 +165,33 @@ def test_a_turn_that_ends_dense_leases_and_uses_nothing_for_it() -> None:
 
 
 def test_datasets(tmp_path: Path) -> None:
-    assert len(read_dataset(None)) >= 24
+    assert len(questions()) >= 28  # what the demo needs by default
     good = tmp_path / "good.jsonl"
-    good.write_text('{"question": "a"}\n\n{"prompt": "b"}\n')
-    assert read_dataset(good) == ["a", "b"]
+    good.write_text('{"question": "a", "answer": "1"}\n\n{"prompt": "b"}\n')
+    assert read_rows(good) == [Row("a", "1"), Row("b", "")]
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"question": "a"}\n{"text": "b"}\n')
     with pytest.raises(ValueError, match="line 2"):
-        read_dataset(bad)
+        read_rows(bad)
+
+
+def test_train_and_test_never_meet(tmp_path: Path) -> None:
+    path = tmp_path / "numbers.jsonl"
+    path.write_text("".join(f'{{"question": "{n}"}}\n' for n in range(11)))
+    data = read(path, seed=3)
+    assert {r.question for r in data.train} == {str(n) for n in range(0, 11, 2)}
+    assert {r.question for r in data.test} == {str(n) for n in range(1, 11, 2)}
+    assert read(path, seed=3) == data != read(path, seed=4)
 
 
 def test_kl_and_agreement() -> None:
     reference = torch.tensor([[0.5, 0.5], [0.9, 0.1]]).log()
     other = torch.tensor([[0.25, 0.75], [0.9, 0.1]]).log()
-    kl, top1 = compare(reference, other)
+    found = compare(reference, other)
     first = 0.5 * torch.log(torch.tensor(0.5 / 0.25)) + 0.5 * torch.log(torch.tensor(0.5 / 0.75))
-    assert kl == pytest.approx(float(first) / 2, rel=1e-5)
-    assert top1 in (0.5, 1.0)
-    assert compare(reference, reference) == (0.0, 1.0)
+    assert found.kl == pytest.approx(float(first) / 2, rel=1e-5)
+    assert found.top1 in (0.5, 1.0)
+    assert compare(reference, reference) == Distance(0.0, 1.0, 2)
 
 
 def test_quantile() -> None:

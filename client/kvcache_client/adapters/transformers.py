@@ -63,6 +63,9 @@ class Answer:
     ttft: float
     first_forward: float
     overhead: float
+    residual: float  # of the probe: |fresh - corrected|^2 / |fresh|^2, mean over corrected segments; 0 without a probe
+    unaided: float  # the same without correction
+    novelty: float  # largest of the corrected segments
 
 
 @dataclass
@@ -404,9 +407,9 @@ class Call:
                 residuals = [float((fresh[:, :, rows] - kv).square().sum() / energy) for kv in (corrected[:, :, rows], plain)]
                 self._probes.append(pb.ProbeResidual(segment=ordinal, corrected=residuals[0], repositioned=residuals[1]))
                 done += count
-        mean = sum(p.corrected for p in self._probes) / len(self._probes)
-        unaided = sum(p.repositioned for p in self._probes) / len(self._probes)
-        if self._trial is None and not mean <= min(turn.plan.residual_limit, unaided):  # so that NaN is refused too
+        mean, unaided = _mean([p.corrected for p in self._probes]), _mean([p.repositioned for p in self._probes])
+        within = mean <= turn.plan.residual_limit and mean <= turn.plan.ratio_limit * unaided
+        if self._trial is None and not within:  # so that NaN is refused too
             self._rejected, self._reason = True, pb.REASON_RESIDUAL
             self._logits = self._forward(torch.arange(self._n))
 
@@ -440,7 +443,14 @@ class Call:
             ttft=self.ttft,
             first_forward=self.first_forward,
             overhead=self.ttft - self.first_forward,
+            residual=_mean([p.corrected for p in self._probes]),
+            unaided=_mean([p.repositioned for p in self._probes]),
+            novelty=max((s.novelty for s in turn.plan.segments), default=0.0) if turn is not None else 0.0,
         )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
 
 
 def model_request(model: Any, tokenizer: Any) -> pb.RegisterModelRequest:

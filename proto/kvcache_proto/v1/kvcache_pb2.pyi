@@ -399,7 +399,7 @@ class Blending(_message.Message):
     def __init__(self, gamma: _Optional[float] = ..., max_anchors: _Optional[int] = ..., reference_weights: bool = ..., absolute_frame: bool = ..., no_rotation: bool = ..., no_placeholder_offsets: bool = ..., no_following_offsets: bool = ...) -> None: ...
 
 class SegmentPlan(_message.Message):
-    __slots__ = ("start", "tokens", "action", "reason", "fresh", "anchors", "probe", "probe_tokens", "corrected")
+    __slots__ = ("start", "tokens", "action", "reason", "fresh", "anchors", "probe", "probe_tokens", "corrected", "novelty")
     START_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACTION_FIELD_NUMBER: _ClassVar[int]
@@ -409,6 +409,7 @@ class SegmentPlan(_message.Message):
     PROBE_FIELD_NUMBER: _ClassVar[int]
     PROBE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CORRECTED_FIELD_NUMBER: _ClassVar[int]
+    NOVELTY_FIELD_NUMBER: _ClassVar[int]
     start: int
     tokens: int
     action: Action
@@ -418,10 +419,11 @@ class SegmentPlan(_message.Message):
     probe: int
     probe_tokens: int
     corrected: bool
-    def __init__(self, start: _Optional[int] = ..., tokens: _Optional[int] = ..., action: _Optional[_Union[Action, str]] = ..., reason: _Optional[_Union[Reason, str]] = ..., fresh: _Optional[_Iterable[int]] = ..., anchors: _Optional[int] = ..., probe: _Optional[int] = ..., probe_tokens: _Optional[int] = ..., corrected: bool = ...) -> None: ...
+    novelty: float
+    def __init__(self, start: _Optional[int] = ..., tokens: _Optional[int] = ..., action: _Optional[_Union[Action, str]] = ..., reason: _Optional[_Union[Reason, str]] = ..., fresh: _Optional[_Iterable[int]] = ..., anchors: _Optional[int] = ..., probe: _Optional[int] = ..., probe_tokens: _Optional[int] = ..., corrected: bool = ..., novelty: _Optional[float] = ...) -> None: ...
 
 class OpenTurnReply(_message.Message):
-    __slots__ = ("turn_id", "segments", "prompt_tokens", "claimable_prefix", "policy", "buffer_path", "buffer_bytes", "buffer_tokens", "lease_seconds", "predicted_reuse_seconds", "predicted_dense_seconds", "residual_limit", "match_seconds", "audit")
+    __slots__ = ("turn_id", "segments", "prompt_tokens", "claimable_prefix", "policy", "buffer_path", "buffer_bytes", "buffer_tokens", "lease_seconds", "predicted_reuse_seconds", "predicted_dense_seconds", "residual_limit", "ratio_limit", "match_seconds", "audit")
     TURN_ID_FIELD_NUMBER: _ClassVar[int]
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -434,6 +436,7 @@ class OpenTurnReply(_message.Message):
     PREDICTED_REUSE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PREDICTED_DENSE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     RESIDUAL_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    RATIO_LIMIT_FIELD_NUMBER: _ClassVar[int]
     MATCH_SECONDS_FIELD_NUMBER: _ClassVar[int]
     AUDIT_FIELD_NUMBER: _ClassVar[int]
     turn_id: str
@@ -448,9 +451,10 @@ class OpenTurnReply(_message.Message):
     predicted_reuse_seconds: float
     predicted_dense_seconds: float
     residual_limit: float
+    ratio_limit: float
     match_seconds: float
     audit: bool
-    def __init__(self, turn_id: _Optional[str] = ..., segments: _Optional[_Iterable[_Union[SegmentPlan, _Mapping]]] = ..., prompt_tokens: _Optional[int] = ..., claimable_prefix: _Optional[int] = ..., policy: _Optional[_Union[Policy, str]] = ..., buffer_path: _Optional[str] = ..., buffer_bytes: _Optional[int] = ..., buffer_tokens: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., predicted_reuse_seconds: _Optional[float] = ..., predicted_dense_seconds: _Optional[float] = ..., residual_limit: _Optional[float] = ..., match_seconds: _Optional[float] = ..., audit: bool = ...) -> None: ...
+    def __init__(self, turn_id: _Optional[str] = ..., segments: _Optional[_Iterable[_Union[SegmentPlan, _Mapping]]] = ..., prompt_tokens: _Optional[int] = ..., claimable_prefix: _Optional[int] = ..., policy: _Optional[_Union[Policy, str]] = ..., buffer_path: _Optional[str] = ..., buffer_bytes: _Optional[int] = ..., buffer_tokens: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., predicted_reuse_seconds: _Optional[float] = ..., predicted_dense_seconds: _Optional[float] = ..., residual_limit: _Optional[float] = ..., ratio_limit: _Optional[float] = ..., match_seconds: _Optional[float] = ..., audit: bool = ...) -> None: ...
 
 class FetchTurnRequest(_message.Message):
     __slots__ = ("turn_id",)
@@ -589,7 +593,7 @@ class CalibrateRequest(_message.Message):
     def __init__(self, template_id: _Optional[str] = ..., target_kl: _Optional[float] = ..., target_top1: _Optional[float] = ...) -> None: ...
 
 class Calibration(_message.Message):
-    __slots__ = ("usable", "signal", "residual_limit", "novelty_limit", "reposition", "audits", "kl_p95", "top1", "accepted", "target_kl", "target_top1", "auc")
+    __slots__ = ("usable", "signal", "residual_limit", "novelty_limit", "reposition", "audits", "kl_p95", "top1", "accepted", "target_kl", "target_top1", "ratio_limit", "auc")
     class AucEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -608,6 +612,7 @@ class Calibration(_message.Message):
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     TARGET_KL_FIELD_NUMBER: _ClassVar[int]
     TARGET_TOP1_FIELD_NUMBER: _ClassVar[int]
+    RATIO_LIMIT_FIELD_NUMBER: _ClassVar[int]
     AUC_FIELD_NUMBER: _ClassVar[int]
     usable: bool
     signal: str
@@ -620,8 +625,9 @@ class Calibration(_message.Message):
     accepted: float
     target_kl: float
     target_top1: float
+    ratio_limit: float
     auc: _containers.ScalarMap[str, float]
-    def __init__(self, usable: bool = ..., signal: _Optional[str] = ..., residual_limit: _Optional[float] = ..., novelty_limit: _Optional[float] = ..., reposition: bool = ..., audits: _Optional[int] = ..., kl_p95: _Optional[float] = ..., top1: _Optional[float] = ..., accepted: _Optional[float] = ..., target_kl: _Optional[float] = ..., target_top1: _Optional[float] = ..., auc: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    def __init__(self, usable: bool = ..., signal: _Optional[str] = ..., residual_limit: _Optional[float] = ..., novelty_limit: _Optional[float] = ..., reposition: bool = ..., audits: _Optional[int] = ..., kl_p95: _Optional[float] = ..., top1: _Optional[float] = ..., accepted: _Optional[float] = ..., target_kl: _Optional[float] = ..., target_top1: _Optional[float] = ..., ratio_limit: _Optional[float] = ..., auc: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class CalibrateReply(_message.Message):
     __slots__ = ("calibration",)
