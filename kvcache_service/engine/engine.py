@@ -392,7 +392,8 @@ class Engine:
 
         Raises STATE with too few audits and CATALOG when the record could not be stored; reuse stays as it was then.
         """
-        target = Target(kl or self.settings.target.kl, top1 or self.settings.target.top1)
+        default = self.settings.target
+        target = Target(default.kl if kl is None else kl, default.top1 if top1 is None else top1)
         if not (0 < target.kl < float("inf")):
             raise invalid("target_kl", f"{target.kl}", "send a positive number of nats")
         if not 0 < target.top1 <= 1:

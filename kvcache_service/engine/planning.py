@@ -169,7 +169,8 @@ class Planner:
             novelty=novelty,
             entropy=self._entropy(span, base, tensor) if self._trial is not None else 0.0,
         )
-        if self._trial is not None or calibration is None or novelty <= calibration.novelty_limit:
+        judged = self._trial is None and calibration is not None and calibration.usable
+        if calibration is None or not judged or novelty <= calibration.novelty_limit:
             return plan
         return replace(plan, source=Repositioned(tensor)) if calibration.reposition else _dense(span, Reason.NOVELTY)
 

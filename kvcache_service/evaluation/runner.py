@@ -110,6 +110,8 @@ class Runner:
                     row = self._refused(step, row, reference[:scored])
                 self._finish(step, call)
             out.rows.append(row)
+        if all(policy.options is not None for policy in self._policies):
+            self._teach(step, self._begin(step, "off"))  # nobody served the turn, but later agents read its answer
 
     def _refused(self, step: Step, row: Row, reference: Tensor) -> Row:
         """What the gate has prevented."""

@@ -12,6 +12,7 @@ from kvcache_proto.v1 import kvcache_pb2 as pb
 
 from kvcache_service.evaluation.controls import FACTOR
 from kvcache_service.evaluation.runner import Measured, Row
+from kvcache_service.evaluation.scenes import CONTINUATION
 from kvcache_service.quality import quantile
 
 _RESAMPLES = 2000
@@ -55,7 +56,7 @@ def _policy(rows: list[Row], others: list[Row], moved: dict[tuple[int, str], flo
         "kl_p95": quantile(kls, 0.95),
         "top1": statistics.fmean(tops),
         "top1_interval": interval(tops),
-        "first_divergence_p50": statistics.median(math.inf if r.divergence is None else r.divergence for r in rows),
+        "first_divergence_p50": statistics.median(CONTINUATION if r.divergence is None else r.divergence for r in rows),
         "identical": sum(r.divergence is None for r in rows) / len(rows),
         "nll_delta": statistics.fmean(r.nll for r in rows),
         "perplexity_ratio": math.exp(statistics.fmean(r.nll for r in rows)),

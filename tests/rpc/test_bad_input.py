@@ -57,6 +57,7 @@ class Raw:
         self.channel = grpc.insecure_channel(target)
         self.kvcache = kvcache_pb2_grpc.KVCacheStub(self.channel)
         self.turns = kvcache_pb2_grpc.TurnsStub(self.channel)
+        self.quality = kvcache_pb2_grpc.QualityStub(self.channel)
         self._closed = threading.Event()
         self.model_id = self.kvcache.RegisterModel(model_request()).model_id
         self.template_id = self.template(fixed(1, 2, 3), pb.Segment(placeholder="x"), fixed(4, 5))
@@ -188,6 +189,8 @@ OPENS = [
     ({"request_id": ""}, "INVALID", "request_id", INVALID),
     ({"transport": pb.TRANSPORT_UNSPECIFIED}, "INVALID", "transport", INVALID),
     ({"policy": 9}, "INVALID", "policy", INVALID),
+    ({"trial": pb.Trial(blending=pb.Blending(gamma=0.0))}, "INVALID", "trial.blending.gamma", INVALID),
+    ({"trial": pb.Trial(blending=pb.Blending(gamma=float("nan")))}, "INVALID", "trial.blending.gamma", INVALID),
     ({"samples": []}, "TEMPLATE_MISMATCH", "samples", INVALID),
     ({"samples": [pb.Sample(placeholder="y", token_ids=[1])]}, "TEMPLATE_MISMATCH", "samples", INVALID),
     ({"samples": [pb.Sample(placeholder="x", token_ids=[1])] * 2}, "INVALID", "samples", INVALID),
@@ -208,6 +211,24 @@ def test_the_same_request_opens_one_turn(raw: Raw, session_id: str, refused: Ref
     assert raw.turns.OpenTurn(request).turn_id == raw.turns.OpenTurn(request).turn_id
     other = raw.open_request(session_id, request_id=request.request_id, reserve_tokens=5)
     refused("CONFLICT", "request_id", grpc.StatusCode.ALREADY_EXISTS, lambda: raw.turns.OpenTurn(other))
+
+
+CALIBRATIONS = [
+    ({"template_id": "nobody"}, "UNKNOWN_TEMPLATE", "template_id"),
+    ({"target_kl": 0.0}, "INVALID", "target_kl"),
+    ({"target_kl": float("nan")}, "INVALID", "target_kl"),
+    ({"target_kl": float("inf")}, "INVALID", "target_kl"),
+    ({"target_top1": 0.0}, "INVALID", "target_top1"),
+    ({"target_top1": 1.5}, "INVALID", "target_top1"),
+    ({}, "STATE", "template_id"),  # nothing was audited yet
+]
+
+
+@pytest.mark.parametrize(("changes", "code", "field"), CALIBRATIONS)
+def test_calibrations(raw: Raw, refused: Refused, changes: dict[str, Any], code: str, field: str) -> None:
+    request = pb.CalibrateRequest(**({"template_id": raw.template_id} | changes))
+    status = INVALID if code == "INVALID" else PRECONDITION
+    refused(code, field, status, lambda: raw.quality.Calibrate(request))
 
 
 def test_unknown_turns(raw: Raw, refused: Refused) -> None:
@@ -249,6 +270,7 @@ SETTLES = [
     ({"finish_reason": pb.FINISH_REASON_UNSPECIFIED}, "finish_reason"),
     ({"verdict": pb.VERDICT_REJECTED}, "reason"),
     ({"reason": 99}, "reason"),
+    ({"verdict": pb.VERDICT_AUDITED, "distance": pb.Distance(kl=0.1, top1=1.0, tokens=8)}, "verdict"),
     ({"output_token_ids": [VOCABULARY]}, "output_token_ids"),
     ({"output_token_ids": [1], "output_kv_tokens": 1}, "output_kv_tokens"),
 ]
