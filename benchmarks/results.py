@@ -1,7 +1,4 @@
-"""Write docs/results.md and its pictures from the figures of `kvcache eval` and benchmarks/paper_tables.py.
-
-.venv/bin/python benchmarks/results.py
-"""
+"""Write docs/results.md and its pictures from the figures that `make results` has made before it calls this."""
 
 from __future__ import annotations
 
@@ -33,10 +30,10 @@ def interval(figures: Mapping[str, Any], key: str) -> str:
     return f"{figures[key]:.4f} [{low:.4f}, {high:.4f}]"
 
 
-def evaluation(figures: Mapping[str, Any]) -> str:
+def introduction(figures: Mapping[str, Any]) -> str:
     options = figures["options"]
-    text = (
-        "## Policies on the same turns\n\n"
+    return (
+        "# Policies on the same turns\n\n"
         + MADE.format("make results")
         + f" Pools learn from {options['warmup']} questions and thresholds from {options['calibration']} more, all from the odd "
         "lines of the datasets; even lines are measured. Distance is over the first 13 (A, B, C) or 32 (agents) next-token "
@@ -47,9 +44,13 @@ def evaluation(figures: Mapping[str, Any]) -> str:
         "counts the tokens that were computed. Harm: farther from dense than re-positioned KV with the same recompute. Wrong "
         f"accept and reject: of all turns, against {_target(figures)} nats.\n\n"
     )
+
+
+def evaluation(figures: Mapping[str, Any]) -> str:
+    text = ""
     for name, policies in figures["settings"].items():
         n = next(iter(policies.values()))["n"]
-        text += f"### {TITLES.get(name, name)} (n = {n})\n\n"
+        text += f"## {_title(name, figures['options'])} (n = {n})\n\n"
         head = ["policy", "fresh", "KL mean", "KL p95", "top-1", "first divergence", "perplexity", "token reuse", "harm"]
         head += ["wrong accept", "wrong reject", "TTFT / dense p50 (p90)", "pool MB"]
         text += table(head, (_policy_row(policy, f) for policy, f in policies.items()))
@@ -62,6 +63,15 @@ TITLES = {
     "B": "B: an answer behind a prefix and its question",
     "C": "C: as A, pools from GSM8K, spans from HumanEval",
 }
+
+
+def _title(name: str, options: Mapping[str, Any]) -> str:
+    if name in TITLES:
+        return TITLES[name]
+    team = f"{options['agents']} agents on {name.removeprefix('agents-')}"
+    if options["topology"] == "judge":
+        return f"The judge of {team}, candidates shuffled"
+    return f"{team}, {options['topology']}y connected"
 
 
 def _target(figures: Mapping[str, Any]) -> str:
@@ -242,14 +252,13 @@ def draw_alignment(figures: Mapping[str, Any]) -> None:
 
 def main() -> None:
     text = "# Results\n\nEvery number here comes out of a script; times are ratios within one run.\n\n"
-    eval_path, paper_path = OUT / "eval.json", OUT / "paper_tables.json"
-    if eval_path.exists():
-        text += evaluation(json.loads(eval_path.read_text())) + "![Distance against budget](eval.png)\n\n"
-        shutil.copy(OUT / "eval.png", DOCS / "eval.png")
-    if paper_path.exists():
-        figures = json.loads(paper_path.read_text())
-        draw_alignment(figures)
-        text += paper(figures)
+    for number, name in enumerate(("spans", "teams", "judge")):
+        figures = json.loads((OUT / f"{name}.json").read_text())
+        text += ("" if number else introduction(figures)) + evaluation(figures) + f"![Distance against budget]({name}.png)\n\n"
+        shutil.copy(OUT / f"{name}.png", DOCS / f"{name}.png")
+    tables = json.loads((OUT / "paper_tables.json").read_text())
+    draw_alignment(tables)
+    text += paper(tables)
     (DOCS / "results.md").write_text(text.rstrip() + "\n")
 
 

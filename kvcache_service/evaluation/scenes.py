@@ -111,7 +111,8 @@ class Spans(Setting):
 
 
 class Agents(Setting):
-    """Several agents that read the question and what others said. The first has nothing to reuse and is not measured."""
+    """Several agents that read the question and what others said. The first has nothing to reuse and is not measured; where
+    one of them judges, only the judge is."""
 
     def __init__(self, name: str, shared: SharedModel, members: Sequence[Member], answer_tokens: int) -> None:
         super().__init__(name, shared, members, TEAM_SCORED)
@@ -125,12 +126,13 @@ class Agents(Setting):
             said: list[dict[str, tuple[int, ...]]] = [{"question": self.shared.encode(r.question)} for r in batch]
             scenes: list[Scene] = [[] for _ in batch]
             for place, member in enumerate(self.members):
+                measured = member.shuffled if any(m.shuffled for m in self.members) else place > 0
                 needed = [self._arranged(member, own, draw) for own in said]
                 greedy = generate(self.shared, [self.prompt(member.name, n) for n in needed], CONTINUATION)
                 for scene, own, use, full in zip(scenes, said, needed, greedy, strict=True):
                     answer = full.tokens[: self._answer_tokens]
                     stopped = full.stopped and len(full.tokens) <= self._answer_tokens
-                    scene.append(Step(member.name, use, answer, stopped, _scored(self.shared, full), place > 0))
+                    scene.append(Step(member.name, use, answer, stopped, _scored(self.shared, full), measured))
                     own[member.name] = answer
             yield from scenes
 
