@@ -71,7 +71,7 @@ def _title(name: str, options: Mapping[str, Any]) -> str:
     team = f"{options['agents']} agents on {name.removeprefix('agents-')}"
     if options["topology"] == "judge":
         return f"The judge of {team}, candidates shuffled"
-    return f"{team}, {options['topology']}y connected"
+    return f"{team}, {'in a chain' if options['topology'] == 'chain' else 'fully connected'}"
 
 
 def _target(figures: Mapping[str, Any]) -> str:
