@@ -111,6 +111,9 @@ def _run(
                 players.audit(question)
         fitted = players.calibrate()
         screen.print("calibration: reuse was off until now; from here on these thresholds decide")
+        for name, _ in players.agents[1:]:
+            if name not in fitted:
+                screen.print(f"  {name}: too few trials to calibrate, so it stays dense; raise --warmup or --calibration")
         show_calibrations(screen, {name: as_figures(value) for name, value in fitted.items()})
         with common.Bars(screen) as bars:
             tracked = bars.track(measured, len(measured), "measuring                ")

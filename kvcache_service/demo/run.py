@@ -9,6 +9,7 @@ from typing import Any
 
 from kvcache_client.adapters.audit import compare, trial
 from kvcache_client.adapters.transformers import Agent, Answer, SharedModel
+from kvcache_client.errors import CacheError
 from kvcache_proto.v1 import kvcache_pb2 as pb
 from torch import Tensor
 
@@ -71,8 +72,15 @@ class Team:
             samples[name] = answer
 
     def calibrate(self) -> dict[str, pb.Calibration]:
-        """Thresholds of every agent that can reuse something."""
-        return {name: self._client.calibrate(agent.template_id()) for name, agent in self.agents[1:]}
+        """Thresholds of every agent that can reuse something and has seen enough trials; the others stay dense."""
+        found = {}
+        for name, agent in self.agents[1:]:
+            try:
+                found[name] = self._client.calibrate(agent.template_id())
+            except CacheError as error:
+                if error.code != "STATE":
+                    raise
+        return found
 
     def measure(self, question: str, policies: Sequence[str]) -> list[Measured]:
         """One request through all agents, each turn also dense. The first policy's answers are what the others read."""

@@ -29,7 +29,7 @@ class PlanSettings:
 
     min_samples: int = 12
     boundary: int = 4
-    trailing: int = 16
+    trailing: int = 32
     max_taint: int = 4
     max_error: float = 1.0
     gamma: float = matching.GAMMA

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 from kvcache_client import KVCacheClient
+from kvcache_client.adapters.audit import compare
 from kvcache_client.adapters.transformers import SharedModel
 
-from kvcache_service.demo.run import Team, compare, read_dataset
+from kvcache_service.demo.run import Team
+from kvcache_service.demo.run import questions as demo_questions
 from kvcache_service.evaluation import model as demo_model
 from kvcache_service.evaluation import team as demo_team
 from kvcache_service.evaluation.service import ServiceProcess
@@ -39,7 +41,7 @@ def team(start_service: Callable[..., ServiceProcess], smollm: tuple[Any, Any], 
 
 
 def test_exact_turns_are_token_identical(team: Team, smollm: tuple[Any, Any]) -> None:
-    questions = read_dataset(None)
+    questions = demo_questions()
     model = smollm[0]
     _, planner = team.agents[0]
     shared = planner.shared
@@ -55,7 +57,7 @@ def test_exact_turns_are_token_identical(team: Team, smollm: tuple[Any, Any]) ->
 
 @pytest.mark.parametrize("transport", ["shared_memory"], indirect=True)
 def test_corrected_turns_stay_close_to_dense(team: Team) -> None:
-    questions = read_dataset(None)
+    questions = demo_questions()
     _, solver = team.agents[1]
     for question in questions[1 : WARM + 1]:
         team.warm(question)
@@ -77,7 +79,7 @@ def test_corrected_turns_stay_close_to_dense(team: Team) -> None:
     values = wrong._cache.buffer[:, 1, : prompt - 16]
     values.copy_(values.flip(1))
     wrong._logits = wrong._forward(torch.arange(prompt - 16, prompt))
-    assert compare(reference, wrong.score(tokens))[0] > 0.5
+    assert compare(reference, wrong.score(tokens)).kl > 0.5
     wrong.abort()
 
 
@@ -115,4 +117,4 @@ def test_the_demo_refuses_a_short_dataset(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kvcache_service.cli", "demo", "--dataset", str(dataset)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 2
-    assert "24 questions are needed" in run.stderr
+    assert "28 questions are needed" in run.stderr
