@@ -68,7 +68,7 @@ def test_guarded_assembly_equals_the_equations(start_service: Callable[..., Serv
         turn = call._turn
         assert turn is not None
         turn.fetch()
-        found = call._view(turn)[:, :, : len(prompt)].double()
+        found = team.shared.view(turn)[:, :, : len(prompt)].double()
 
         at = 0
         rope = rope_of(model)
@@ -83,10 +83,10 @@ def test_guarded_assembly_equals_the_equations(start_service: Callable[..., Serv
                 solved = statistics[ordinal].map
                 assert solved is not None
                 base = bases[ordinal]
-                bias = solved.bias[:, :, None].expand(-1, -1, base.shape[2], -1, -1).clone()
+                bias = solved.bias.double()[:, :, None].expand(-1, -1, base.shape[2], -1, -1).clone()
                 lead = min(base.shape[2], solved.lead.shape[2])
                 bias[:, :, :lead] += solved.lead[:, :, :lead]
-                expected = reference.linear(base, solved.weight - torch.eye(base.shape[4]), bias)
+                expected = reference.linear(base, solved.weight, bias)
                 expected[0] = base[0].double()
             positions = torch.arange(at, at + expected.shape[2])
             placed = reference.place(expected, positions, rope)
