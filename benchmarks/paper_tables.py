@@ -75,7 +75,7 @@ def request_order(model: Any, tokenizer: Any, rows: Sequence[Row], bars: common.
     """Table 4: from cold pools, dense turns and reused ones as they come."""
     out = []
     for name in ORDERS:
-        settings = {"audit_rate": "0", "trial_rate": "0", "require_calibration": "false", "max_cost_ratio": "1e9"}
+        settings = run.MEASURING | {"require_calibration": "false"}
         with ServiceProcess(**settings) as service, KVCacheClient(service.target) as client:
             setting = Agents(name, SharedModel(model, tokenizer, client), team(3, "full"), 40)
             ordered = _order(rows, name)
@@ -132,10 +132,8 @@ def lengths(
     """Tables 2 and 3: TTFT by agent and by length. Time does not depend on what the pools have learned."""
     out = []
     for into, length in LENGTHS:
-        settings = {
-            "audit_rate": "0", "trial_rate": "0", "require_calibration": "false",
-            "max_cost_ratio": "1e9", "min_samples": str(warmup), "max_error": "1e9", "residual_limit": "1e9",
-        }  # fmt: skip
+        open_gates = {"require_calibration": "false", "max_error": "1e9", "residual_limit": "1e9"}
+        settings = run.MEASURING | open_gates | {"min_samples": str(warmup)}
         with ServiceProcess(**settings) as service, KVCacheClient(service.target) as client:
             shared = SharedModel(model, tokenizer, client)
             text = [token for row in rows for token in shared.encode(row.question)]

@@ -169,6 +169,10 @@ class QualityBook:
     def audits(self, key: tuple[str, str]) -> list[Audit]:
         return list(self._audits.get(key, ()))
 
+    def usable_audits(self, key: tuple[str, str]) -> int:
+        """How many a calibration could use now."""
+        return sum(not a.reposition for a in self._audits.get(key, ()))
+
     def add(self, key: tuple[str, str], audit: Audit) -> None:
         """Take one audit in; slots may change sides."""
         self._audits.setdefault(key, deque(maxlen=_KEPT)).append(audit)

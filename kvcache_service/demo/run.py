@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcache_client.adapters.audit import compare, trial
+from kvcache_client.adapters.audit import compare, trials
 from kvcache_client.adapters.transformers import Agent, Answer, SharedModel
 from kvcache_client.errors import CacheError
 from kvcache_proto.v1 import kvcache_pb2 as pb
@@ -64,10 +64,8 @@ class Team:
             answer = call.decode()
             if place:  # the first agent has nothing to reuse
                 scored = [*answer[: SCORED_TOKENS - 1], *([self._stop] if call.stopped else [])] or [self._stop]
-                reference = call.score(scored)
                 encoded = {n: s if isinstance(s, tuple) else agent.shared.encode(str(s)) for n, s in needed.items()}
-                for policy in ("guarded", "reposition"):
-                    trial(agent, encoded, scored, reference, policy=policy)
+                trials(agent, encoded, scored, call.score(scored))
             call.settle()
             samples[name] = answer
 

@@ -533,7 +533,7 @@ class Engine:
         with self._lock:
             self._quality.add(key, audit)
             first = key not in self._quality.calibrations
-            enough = sum(not a.reposition for a in self._quality.audits(key)) >= max(MIN_AUDITS, self.settings.calibration_audits)
+            enough = self._quality.usable_audits(key) >= max(MIN_AUDITS, self.settings.calibration_audits)
         self._telemetry.audited(plan.policy.value, distance.kl, distance.top1)
         if first and enough:
             try:
@@ -549,8 +549,7 @@ class Engine:
             for slot, statistics in sorted(self._memory.statistics.items())
             if slot.template_id == template_id and slot.pool.group.tenant == tenant
         ]
-        audits = sum(not a.reposition for a in self._quality.audits(key))
-        return TemplateStatus(template, tuple(slots), self._quality.calibrations.get(key), audits)
+        return TemplateStatus(template, tuple(slots), self._quality.calibrations.get(key), self._quality.usable_audits(key))
 
     def _session(self, tenant: str, session_id: str) -> Session:
         session = self._sessions.get(session_id)

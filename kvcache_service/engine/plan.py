@@ -119,6 +119,10 @@ class SegmentPlan:
     keys: frozenset[str] = frozenset()
     uses: tuple[tuple[PoolKey, str], ...] = ()
 
+    @property
+    def corrected(self) -> bool:
+        return isinstance(self.source, Mapped)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -163,8 +167,8 @@ class Plan:
 
     @property
     def corrected(self) -> tuple[SegmentPlan, ...]:
-        """Placeholders whose base is moved by a predictor."""
-        return tuple(s for s in self.segments if isinstance(s.source, Mapped))
+        """Placeholders whose base a predictor corrects."""
+        return tuple(s for s in self.segments if s.corrected)
 
     @property
     def reason(self) -> Reason:

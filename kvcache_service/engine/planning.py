@@ -109,17 +109,9 @@ class Planner:
     # guarded
 
     def _guarded(self, segments: list[SegmentPlan]) -> list[SegmentPlan]:
-        out, pure = [], True
-        for segment in segments:
-            if segment.action is not Action.EXACT:
-                if segment.span.placeholder:
-                    segment = self._guarded_placeholder(segment.span)
-                elif not pure:
-                    segment = self._guarded_fixed(segment.span)
-            pure = pure and segment.action is not Action.REUSE
-            out.append(segment)
+        out = _decide(segments, self._guarded_placeholder, self._guarded_fixed)
         blocker = next((s.reason for s in out if s.reason in _BLOCKERS), None)
-        if blocker is None and not pure and not self._vouched:
+        if blocker is None and not self._vouched and any(s.action is Action.REUSE for s in out):
             calibration = self._gate.calibration
             blocker = Reason.UNCALIBRATED if calibration is None else Reason.QUALITY
         if blocker:
@@ -169,8 +161,7 @@ class Planner:
             novelty=novelty,
             entropy=self._entropy(span, base, tensor) if self._trial is not None else 0.0,
         )
-        judged = self._trial is None and calibration is not None and calibration.usable
-        if calibration is None or not judged or novelty <= calibration.novelty_limit:
+        if self._trial is not None or calibration is None or not calibration.usable or novelty <= calibration.novelty_limit:
             return plan
         return replace(plan, source=Repositioned(tensor)) if calibration.reposition else _dense(span, Reason.NOVELTY)
 
@@ -196,21 +187,13 @@ class Planner:
         lead = range(span.start, min(span.start + (self._settings.boundary if span.placeholder else 0), covered))
         tail = range(max(span.start, span.end - self._settings.trailing) if last else covered, span.end)
         fresh = tuple(sorted({*lead, *tail, *range(covered, span.end)}))
-        return replace(segment, fresh=fresh, probe=tuple(lead) if isinstance(segment.source, Mapped) else ())
+        return replace(segment, fresh=fresh, probe=tuple(lead) if segment.corrected else ())
 
     # reposition
 
     def _repositioned(self, segments: list[SegmentPlan]) -> list[SegmentPlan]:
         """No offsets: every sample from its origin, fixed segments from their first dense context."""
-        out, pure = [], True
-        for segment in segments:
-            if segment.action is not Action.EXACT:
-                if segment.span.placeholder:
-                    segment = self._repositioned_placeholder(segment.span)
-                elif not pure:
-                    segment = self._repositioned_fixed(segment.span)
-            pure = pure and segment.action is not Action.REUSE
-            out.append(segment)
+        out = _decide(segments, self._repositioned_placeholder, self._repositioned_fixed)
         return [self._recompute(s, last=s is out[-1]) for s in out]
 
     def _repositioned_placeholder(self, span: Span) -> SegmentPlan:
@@ -336,6 +319,23 @@ class _Held:
 
 # Reasons for which a guarded turn is dense as a whole.
 _BLOCKERS = (Reason.WARMING, Reason.QUALITY, Reason.NOVELTY)
+
+
+def _decide(
+    segments: Sequence[SegmentPlan], placeholder: Callable[[Span], SegmentPlan], fixed: Callable[[Span], SegmentPlan]
+) -> list[SegmentPlan]:
+    """Decide what is not exact. A fixed segment with nothing approximated before it is computed: it will be exact next time."""
+    out: list[SegmentPlan] = []
+    pure = True
+    for segment in segments:
+        if segment.action is not Action.EXACT:
+            if segment.span.placeholder:
+                segment = placeholder(segment.span)
+            elif not pure:
+                segment = fixed(segment.span)
+        pure = pure and segment.action is not Action.REUSE
+        out.append(segment)
+    return out
 
 
 def _dense(span: Span, reason: Reason) -> SegmentPlan:

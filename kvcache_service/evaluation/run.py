@@ -20,6 +20,8 @@ from kvcache_service.evaluation.team import team
 
 Item = TypeVar("Item")
 Track = Callable[[Iterable[Item], int, str], Iterator[Item]]
+# Of the service while it is measured: nothing runs beside, and whether reuse pays is measured, not assumed.
+MEASURING = {"audit_rate": "0", "trial_rate": "0", "max_cost_ratio": "1e9"}
 SETTINGS = ("A", "B", "C", "agents")
 
 
@@ -87,8 +89,7 @@ def run(
     plan: Plan, policies: Sequence[Policy], model: Any, tokenizer: Any, options: Options, track: Track[Any], **settings: str
 ) -> dict[str, Any]:
     """One setting: its figures as documented. settings: of the service, beside those for measuring."""
-    measuring = {"audit_rate": "0", "trial_rate": "0", "max_cost_ratio": "1e9"}  # whether reuse pays is measured, not assumed
-    with ServiceProcess(**(measuring | settings)) as service, KVCacheClient(service.target) as client:
+    with ServiceProcess(**(MEASURING | settings)) as service, KVCacheClient(service.target) as client:
         shared = SharedModel(model, tokenizer, client)
         setting = plan.build(shared)
         runner = Runner(setting, policies, options.controls)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from kvcache_client.adapters.audit import compare, trial
+from kvcache_client.adapters.audit import compare, trial, trials
 from kvcache_client.adapters.transformers import Agent, Answer, Call
 from kvcache_proto.v1 import kvcache_pb2 as pb
 from torch import Tensor
@@ -71,9 +71,7 @@ class Runner:
                 if step.measured:
                     measured.add(step.agent)
                     continuation = step.continuation[: self._setting.scored]
-                    reference = call.score(continuation)
-                    for policy in ("guarded", "reposition"):
-                        trial(self._agent(step), dict(step.samples), continuation, reference, policy=policy)
+                    trials(self._agent(step), dict(step.samples), continuation, call.score(continuation))
                 self._finish(step, call)
         return {name: fit(self._setting.agents[name].template_id()) for name in sorted(measured)}
 

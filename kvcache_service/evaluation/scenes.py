@@ -6,6 +6,7 @@ All policies see the same turns: answers are the model's own greedy ones without
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -63,7 +64,7 @@ def generate(shared: SharedModel, prompts: Sequence[Sequence[int]], limit: int) 
     return out
 
 
-class Setting:
+class Setting(ABC):
     """A named way to turn dataset rows into scenes. agents: by name; scored: positions that count."""
 
     def __init__(self, name: str, shared: SharedModel, members: Sequence[Member], scored: int) -> None:
@@ -73,9 +74,9 @@ class Setting:
         self.members = list(members)
         self.agents = {m.name: shared.agent(m.template, produces=m.produces, decision=m.decision) for m in members}
 
+    @abstractmethod
     def scenes(self, rows: Sequence[Row], seed: int) -> Iterator[Scene]:
         """One scene per row."""
-        raise NotImplementedError
 
     def prompt(self, agent: str, samples: Mapping[str, tuple[int, ...]]) -> list[int]:
         return self.agents[agent].prompt(samples)

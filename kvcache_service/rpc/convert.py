@@ -127,7 +127,7 @@ def opened(value: Opened, lease_seconds: float) -> pb.OpenTurnReply:
                 anchors=segment.anchors,
                 probe=column,
                 probe_tokens=len(segment.probe),
-                corrected=segment in plan.corrected,
+                corrected=segment.corrected,
                 novelty=segment.novelty,
             )
         )

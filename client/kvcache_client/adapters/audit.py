@@ -64,6 +64,19 @@ def trial(
     return distance
 
 
+def trials(
+    agent: Agent,
+    samples: dict[str, tuple[int, ...]],
+    continuation: Sequence[int],
+    reference: Tensor,
+    *,
+    options: pb.Trial | None = None,
+) -> None:
+    """What a calibration learns from one turn: a corrected trial and one without offsets. Raises CacheError."""
+    for policy in _POLICIES:
+        trial(agent, samples, continuation, reference, policy=policy, options=options)
+
+
 class Auditor:
     """Runs the audits that the service asks for, one by one, in a thread, while no call of this worker is in flight."""
 
@@ -124,6 +137,5 @@ class Auditor:
         dense = agent.begin(samples, max_new_tokens=len(continuation), cache=False)
         dense.prefill()
         reference = dense.score(continuation)
-        for policy in _POLICIES:
-            # The turn was settled: its own dense KV, if it has any, must not answer for the approximation.
-            trial(agent, samples, continuation, reference, policy=policy, options=pb.Trial(ignore_exact=True))
+        # The turn was settled: its own dense KV, if it has any, must not answer for the approximation.
+        trials(agent, samples, continuation, reference, options=pb.Trial(ignore_exact=True))
