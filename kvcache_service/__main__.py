@@ -23,6 +23,7 @@ from kvcache_service.config import Config, host_budget, refuse_unknown_environme
 from kvcache_service.engine.engine import Engine, EngineSettings
 from kvcache_service.engine.plan import Reason
 from kvcache_service.engine.planning import PlanSettings
+from kvcache_service.engine.trust import TrustSettings
 from kvcache_service.errors import Code
 from kvcache_service.prompt import Policy
 from kvcache_service.quality import Target
@@ -62,17 +63,20 @@ def build_engine(config: Config, url: str, telemetry: Telemetry) -> Engine:
         gamma=config.gamma,
         require_calibration=config.require_calibration,
     )
+    trust = TrustSettings(
+        target=Target(config.target_kl, config.target_top1),
+        audit_rate=config.audit_rate,
+        trial_rate=config.trial_rate,
+        calibration_audits=config.calibration_audits,
+        residual_limit=config.residual_limit,
+    )
     settings = EngineSettings(
         plan=plan,
         session_bytes=config.session_bytes,
         max_prompt_tokens=config.max_prompt_tokens,
         lease_seconds=config.lease_seconds,
-        residual_limit=config.residual_limit,
         max_cost_ratio=config.max_cost_ratio,
-        target=Target(config.target_kl, config.target_top1),
-        audit_rate=config.audit_rate,
-        trial_rate=config.trial_rate,
-        calibration_audits=config.calibration_audits,
+        trust=trust,
     )
     return Engine(
         settings,

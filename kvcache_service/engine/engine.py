@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
-import math
 import random
 import secrets
 import threading
@@ -20,21 +18,20 @@ from kvcache_service.catalog.keys import Group, PoolKey
 from kvcache_service.catalog.store import Catalog
 from kvcache_service.engine import assembly
 from kvcache_service.engine.cost import CostModel
-from kvcache_service.engine.memory import LAYER_ZERO_TOLERANCE, Memory, Slot
-from kvcache_service.engine.plan import Action, Mapped, Plan, Reason, Trial
-from kvcache_service.engine.planning import Gate, Planner, PlanSettings, bypass
+from kvcache_service.engine.memory import LAYER_ZERO_TOLERANCE, Memory
+from kvcache_service.engine.plan import Action, Plan, Reason, Trial
+from kvcache_service.engine.planning import Planner, PlanSettings, bypass
 from kvcache_service.engine.sessions import Phase, Session, Settled, Settlement, Turn, Verdict
+from kvcache_service.engine.trust import ProbeLimits, TemplateStatus, Trust, TrustSettings
 from kvcache_service.engine.update import Update
 from kvcache_service.errors import Code, KVCacheError, invalid
 from kvcache_service.geometry import Geometry
 from kvcache_service.kernels import cpu
-from kvcache_service.prompt import Fixed, Placeholder, Policy, Template, check_tokens, lay_out, tokens_key
-from kvcache_service.quality import MIN_AUDITS, Audit, Calibration, QualityBook, SlotQuality, Target, calibrate
+from kvcache_service.prompt import Fixed, Policy, Template, check_tokens, lay_out, tokens_key
+from kvcache_service.quality import Calibration
 from kvcache_service.telemetry import SlotReport, Telemetry, TurnReport
 from kvcache_service.tiers.host import HostTier
 from kvcache_service.tiers.shared import BufferPool, SharedDirectory
-
-log = logging.getLogger(__name__)
 
 Finished = tuple[str, Verdict, Settled]  # tenant, and what the turn was settled with
 _REMEMBERED = 20_000  # finished turns, so that a repeated call gets its first answer
@@ -48,39 +45,8 @@ class EngineSettings:
     session_bytes: int
     max_prompt_tokens: int
     lease_seconds: float
-    residual_limit: float
     max_cost_ratio: float
-    target: Target
-    audit_rate: float
-    trial_rate: float
-    calibration_audits: int
-
-
-@dataclass(frozen=True)
-class SlotStatus:
-    slot: Slot
-    samples: int
-    error: float
-    nbytes: int
-    quality: SlotQuality
-
-
-@dataclass(frozen=True)
-class TemplateStatus:
-    """One template, its slots with a predictor, and what is known of its quality. audits: usable for a calibration."""
-
-    template: Template
-    slots: tuple[SlotStatus, ...]
-    calibration: Calibration | None
-    audits: int
-
-
-@dataclass(frozen=True)
-class ProbeLimits:
-    """Where the worker falls back: mean probe residual, and that over the residual of re-positioned KV."""
-
-    residual: float
-    ratio: float
+    trust: TrustSettings
 
 
 @dataclass(frozen=True)
@@ -107,9 +73,7 @@ class Engine:
     ) -> None:
         self.settings = settings
         self.boot_id = boot_id
-        self._draw = draw
         self._started = clock()
-        self._quality = QualityBook()
         self._tier = tier
         self._shared = shared
         self._telemetry = telemetry
@@ -119,6 +83,7 @@ class Engine:
         self._memory = Memory(tier)
         self._catalog = catalog(self._drop_anchor)
         self._catalog_up = True
+        self._trust = Trust(settings.trust, self._catalog, telemetry, draw)
         self._models: dict[str, Geometry] = {}
         self._costs: dict[str, CostModel] = {}
         self._templates: dict[tuple[str, str], Template] = {}
@@ -173,11 +138,9 @@ class Engine:
                 check_tokens(segment.token_ids, geometry.vocab_size, f"segments[{ordinal}].fixed")
         group = Group(tenant, template.model_id)
         first = template.segments[0]
-        known = self._stored_calibration(group, template.template_id)
+        self._trust.load(tenant, template)
         with self._lock:
             self._templates[tenant, template.template_id] = template
-            if known is not None:
-                self._quality.calibrations.setdefault((tenant, template.template_id), known)
             prefix = isinstance(first, Fixed) and self._tier.has(self._memory.exact_key(group, tokens_key(first.token_ids), 0))
             return template.template_id, self._memory.missing_fixed(tenant, template, prefix)
 
@@ -254,7 +217,7 @@ class Engine:
                         Code.CONFLICT, "the id belongs to another request", field="request_id", fix="send a new id"
                     )
                 turn = self._find(tenant, turn_id)
-                return Opened(turn, 0.0, self._probe_limits(turn))
+                return Opened(turn, 0.0, self._trust.probe_limits(turn))
             template = self._template(tenant, template_id)
             geometry = self._models[template.model_id]
             for name, token_ids in samples.items():
@@ -266,8 +229,7 @@ class Engine:
                 raise invalid("samples", "the prompt is empty", "send at least one token")
             if total > longest:
                 raise invalid("samples", f"{total} tokens with the reserve", f"stay within {longest}")
-            key = (tenant, template_id)
-            gate = Gate(self._quality.calibrations.get(key), self._quality.off(key))
+            gate = self._trust.gate(tenant, template_id)
             planner = Planner(self.settings.plan, self._memory, self._catalog.anchors, geometry, tenant, template, gate, trial)
             plan = planner.plan(spans, policy or template.policy)
             if trial is None:
@@ -286,13 +248,13 @@ class Engine:
                 lease=self._tier.lease(plan.keys),
                 deadline=self._clock() + self.settings.lease_seconds,
                 trial=trial,
-                audit=trial is None and self._wants_audit(plan),
+                audit=trial is None and self._trust.wants_audit(plan),
             )
             self._turns[turn.turn_id] = session.turns[turn.turn_id] = turn
             session.requests[request_id] = (turn.turn_id, asked)
         elapsed = self._clock() - started
         self._telemetry.match.observe(elapsed)
-        return Opened(turn, elapsed, self._probe_limits(turn))
+        return Opened(turn, elapsed, self._trust.probe_limits(turn))
 
     def assemble(self, tenant: str, turn_id: str) -> tuple[Turn, float]:
         """Write the turn's KV into its buffer, once. Returns the seconds that it took."""
@@ -364,7 +326,7 @@ class Engine:
             with self._lock:
                 update.collect()
             if settlement.verdict is Verdict.AUDITED:
-                self._audited(turn, settlement)
+                self._trust.audited(turn, settlement)
             committed = self._commit(update)
             for name, count in update.counts().items():
                 self._telemetry.candidates.labels(name).inc(count)
@@ -388,38 +350,16 @@ class Engine:
     # Quality
 
     def calibrate(self, tenant: str, template_id: str, kl: float | None, top1: float | None) -> Calibration:
-        """Fit the template's thresholds to a target, from the audits so far, and keep them in the catalog.
-
-        Raises STATE with too few audits and CATALOG when the record could not be stored; reuse stays as it was then.
-        """
-        default = self.settings.target
-        target = Target(default.kl if kl is None else kl, default.top1 if top1 is None else top1)
-        if not (0 < target.kl < float("inf")):
-            raise invalid("target_kl", f"{target.kl}", "send a positive number of nats")
-        if not 0 < target.top1 <= 1:
-            raise invalid("target_top1", f"{target.top1}", "send a share between 0 and 1")
+        """Fit the template's thresholds to a target; see Trust.calibrate."""
         with self._lock:
             template = self._template(tenant, template_id)
-            audits = self._quality.audits((tenant, template_id))
-        try:
-            fitted = calibrate(audits, target)
-        except ValueError as error:
-            raise KVCacheError(
-                Code.STATE,
-                str(error),
-                field="template_id",
-                fix="run trials of this template, each settled as AUDITED; `kvcache calibrate` does it",
-            ) from error
-        self._catalog.put_calibration(Group(tenant, template.model_id), template_id, fitted.to_json())
-        with self._lock:
-            self._quality.calibrations[tenant, template_id] = fitted
-        log.info("calibrated %s: usable=%s, %d audits", template_id[:12], fitted.usable, fitted.audits)
-        return fitted
+        return self._trust.calibrate(tenant, template, kl, top1)
 
     def status(self, tenant: str) -> list[TemplateStatus]:
         """All templates of the tenant with their slots and quality."""
         with self._lock:
-            return [self._template_status(tenant, t) for owner, t in self._templates if owner == tenant]
+            templates = [t for (owner, _), t in self._templates.items() if owner == tenant]
+            return [self._trust.status(tenant, template, self._memory.statistics) for template in templates]
 
     def uptime(self) -> float:
         return self._clock() - self._started
@@ -441,26 +381,15 @@ class Engine:
                 "kvcache_pools": len(sizes),
                 "kvcache_anchors": sum(sizes.values()),
                 "kvcache_slots": len(self._memory.statistics),
-                "kvcache_slots_off": self._quality.slots_off,
-                "kvcache_templates_calibrated": sum(c.usable for c in self._quality.calibrations.values()),
                 "kvcache_predictor_bytes": self._memory.predictor_bytes,
                 "kvcache_anchor_bytes": self._memory.anchor_bytes,
                 "kvcache_catalog_up": float(self._catalog_up),
-            }
+            } | self._trust.gauges()
 
     def audited_slots(self) -> list[SlotReport]:
-        """Quality of every slot that was audited, one row per template and placeholder."""
+        """Quality of every slot that was audited."""
         with self._lock:
-            rows = {}
-            for tenant, template_id, ordinal in self._quality.slots():
-                found = self._quality.slot((tenant, template_id), ordinal)
-                segment = self._templates[tenant, template_id].segments[ordinal]
-                assert isinstance(segment, Placeholder)
-                name = f"{ordinal}:{segment.name}"
-                rows[template_id, name] = SlotReport(
-                    template_id[:12], name, found.audits, found.kl_mean, found.top1, float(found.off)
-                )
-            return list(rows.values())
+            return self._trust.audited_slots(self._template)
 
     def check_catalog(self) -> bool:
         """A real call to the metadata store; for health."""
@@ -489,67 +418,6 @@ class Engine:
                 Code.UNKNOWN_TEMPLATE, f"template {template_id!r}", field="template_id", fix="call RegisterTemplate first"
             )
         return template
-
-    def _stored_calibration(self, group: Group, template_id: str) -> Calibration | None:
-        """What an earlier boot found; its key carries model and template, so that neither can have changed."""
-        text = self._catalog.calibration(group, template_id)
-        if text is None:
-            return None
-        try:
-            return Calibration.from_json(text)
-        except (ValueError, KeyError, TypeError):
-            log.warning("calibration of %s is not readable; calibrate again", template_id[:12])
-            return None
-
-    def _probe_limits(self, turn: Turn) -> ProbeLimits:
-        if turn.trial is not None:
-            return ProbeLimits(math.inf, math.inf)
-        calibration = self._quality.calibrations.get((turn.tenant, turn.template.template_id))
-        if calibration is None:
-            return ProbeLimits(self.settings.residual_limit, 1.0)
-        return ProbeLimits(calibration.residual_limit, calibration.ratio_limit)
-
-    def _wants_audit(self, plan: Plan) -> bool:
-        """A sample of reuse turns; and of dense turns that only wait for a verdict on their quality."""
-        if plan.policy is not Policy.GUARDED:
-            return False
-        if plan.corrected:
-            return self._draw() < self.settings.audit_rate
-        return plan.reason in (Reason.UNCALIBRATED, Reason.QUALITY) and self._draw() < self.settings.trial_rate
-
-    def _audited(self, turn: Turn, settlement: Settlement) -> None:
-        """Book a trial. The first calibration of a template follows by itself from enough of them."""
-        plan, distance = turn.plan, settlement.distance
-        if distance is None or plan.policy not in (Policy.GUARDED, Policy.REPOSITION) or not plan.approximated:
-            return
-        key = (turn.tenant, turn.template.template_id)
-        audit = Audit(
-            distance.kl,
-            distance.top1,
-            _signals(plan, settlement),
-            reposition=plan.policy is Policy.REPOSITION,
-            slots=tuple(s.span.ordinal for s in plan.corrected),
-        )
-        with self._lock:
-            self._quality.add(key, audit)
-            first = key not in self._quality.calibrations
-            enough = self._quality.usable_audits(key) >= max(MIN_AUDITS, self.settings.calibration_audits)
-        self._telemetry.audited(plan.policy.value, distance.kl, distance.top1)
-        if first and enough:
-            try:
-                self.calibrate(turn.tenant, turn.template.template_id, None, None)
-            except KVCacheError as error:
-                log.warning("calibration not stored: %s", error)
-
-    def _template_status(self, tenant: str, template_id: str) -> TemplateStatus:
-        key = (tenant, template_id)
-        template = self._templates[key]
-        slots = [
-            SlotStatus(slot, statistics.samples, statistics.error, statistics.nbytes, self._quality.slot(key, slot.ordinal))
-            for slot, statistics in sorted(self._memory.statistics.items())
-            if slot.template_id == template_id and slot.pool.group.tenant == tenant
-        ]
-        return TemplateStatus(template, tuple(slots), self._quality.calibrations.get(key), self._quality.usable_audits(key))
 
     def _session(self, tenant: str, session_id: str) -> Session:
         session = self._sessions.get(session_id)
@@ -660,21 +528,6 @@ class Engine:
     def _drop_anchor(self, pool: PoolKey, sample: str) -> None:
         with self._lock:
             self._memory.drop_anchor(pool, sample)
-
-
-def _signals(plan: Plan, settlement: Settlement) -> dict[str, float]:
-    """What could be known of the turn before its answer, by name."""
-    probes = settlement.probes
-    residual = sum(p.corrected for p in probes) / len(probes) if probes else 0.0
-    unaided = sum(p.repositioned for p in probes) / len(probes) if probes else 0.0
-    corrected = plan.corrected
-    return {
-        "residual": residual,
-        "ratio": residual / unaided if unaided > 0 else 0.0,
-        "novelty": max((s.novelty for s in corrected), default=0.0),
-        "error": max((s.source.map.error for s in corrected if isinstance(s.source, Mapped)), default=0.0),
-        "entropy": max((s.entropy for s in corrected), default=0.0),
-    }
 
 
 def _refuse_non_finite(kv: Tensor) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from kvcache_proto.v1 import kvcache_pb2 as pb
 
-from kvcache_service.engine.engine import Opened, TemplateStatus
+from kvcache_service.engine.engine import Opened
 from kvcache_service.engine.plan import Blending, Reason, Trial
 from kvcache_service.engine.sessions import Distance, Probe, Settlement, Turn, Verdict
+from kvcache_service.engine.trust import TemplateStatus
 from kvcache_service.errors import Code, KVCacheError, invalid
 from kvcache_service.geometry import Geometry, Pairing, Rope
 from kvcache_service.prompt import Fixed, Placeholder, Policy, Role, Template
