@@ -116,6 +116,7 @@ def start_service() -> Callable[..., ServiceProcess]:
         # A tiny random model is computed faster than it is fetched and its offsets are noise: cost model, held-out error
         # and probe would rightly forbid reuse. Their own tests set them.
         gates = {"max_cost_ratio": "1e9", "residual_limit": "1e9", "max_error": "1e9", "require_calibration": "false"}
+        gates |= {"audit_rate": "0", "trial_rate": "0"}  # drawn at random: tests that want audits ask for them
         return ServiceProcess(**({"min_samples": "3"} | gates | settings))
 
     return start

@@ -485,7 +485,8 @@ class Engine:
                 return
             turn.phase = Phase.RELEASED
         self._finish(turn, None, lost=lost)
-        self._telemetry.turn(TurnReport("aborted", turn.plan.policy.value, "none", turn.plan.prompt_tokens, 0, 0, 0.0))
+        if turn.trial is None:
+            self._telemetry.turn(TurnReport("aborted", turn.plan.policy.value, "none", turn.plan.prompt_tokens, 0, 0, 0.0))
 
     def _finish(self, turn: Turn, done: Finished | None, *, lost: bool = False) -> None:
         turn.lease.release()
@@ -503,12 +504,14 @@ class Engine:
                 self._finished.popitem(last=False)
 
     def _report(self, turn: Turn, settlement: Settlement) -> None:
+        if turn.trial is not None:
+            return  # it served nobody; audits have metrics of their own
         plan, geometry = turn.plan, turn.geometry
         fresh = len(plan.fresh)
         reused = plan.prompt_tokens - fresh
         dense = sum(len(s.fresh) for s in plan.segments if s.action is Action.DENSE)
         outcome, reason = "partial" if dense and reused else "dense" if dense else "reuse", plan.reason
-        if settlement.verdict in (Verdict.ABORTED, Verdict.AUDITED):
+        if settlement.verdict is Verdict.ABORTED:
             outcome = "aborted"
         elif settlement.verdict is Verdict.REJECTED:
             outcome, reason, reused = "dense", settlement.reason, 0

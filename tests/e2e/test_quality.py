@@ -126,7 +126,7 @@ def test_a_trial_teaches_nothing(team: Team, service: ServiceProcess) -> None:
     tokens = dense.decode()
     trial(team.second, samples, tokens, dense.score(tokens))
     after = service.metrics()
-    watched = [k for k in before if "candidates" in k or "anchors" in k or "predictor" in k or "host_used" in k]
+    watched = [k for k in before if "candidates" in k or "anchors" in k or "predictor" in k or "host_used" in k or "turns" in k]
     assert {k: before[k] for k in watched} == {k: after[k] for k in watched}
     assert after['kvcache_audit_kl_count{policy="guarded"}'] == before['kvcache_audit_kl_count{policy="guarded"}'] + 1
     assert after["kvcache_leases"] == after["kvcache_open_turns"] == 0
