@@ -18,6 +18,7 @@ RIDGE = 3.0  # penalty in samples: so much of the mean diagonal of XᵀX per sam
 MEMORY = 256  # samples: beyond them old ones fade, so that a slot follows its traffic
 STORE = torch.float16  # of sums and maps at rest; a quarter of float64, see docs/decisions
 _TINY = 1e-30
+_JITTER = (0.0, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # relative to the diagonal; the last holds whatever rounding did
 _SHRINK = 1e-3  # of the second moments behind novelty, relative to their mean diagonal
 
 
@@ -121,7 +122,7 @@ class RidgeStatistics:
         penalty = torch.ones_like(diagonal)  # lead indicators: shrunk as if one sample without offset had been seen
         penalty[..., :dim] = RIDGE / min(self.samples + 1, MEMORY) * diagonal[..., :dim].mean(-1, keepdim=True) + 1e-9
         penalty[..., dim] = 1e-6
-        factor = torch.linalg.cholesky(gram + torch.diag_embed(penalty))
+        factor = _factor(gram + torch.diag_embed(penalty))
         weights = torch.cholesky_solve(cross, factor).to(STORE)
         return LinearMap(
             weight=weights[..., :dim, :].contiguous(),
@@ -156,7 +157,17 @@ def _precision(moments: Tensor) -> Tensor:
     """Inverse of second moments [..., n, n]. Far less shrunk than the map: directions that samples hardly take must count."""
     diagonal = moments.diagonal(dim1=-2, dim2=-1)
     shrunk = moments + torch.diag_embed((_SHRINK * diagonal.mean(-1, keepdim=True) + 1e-9).expand_as(diagonal))
-    return torch.cholesky_inverse(torch.linalg.cholesky(shrunk)).float()
+    return torch.cholesky_inverse(_factor(shrunk)).float()
+
+
+def _factor(matrix: Tensor) -> Tensor:
+    """Cholesky factor. Rounding at rest can take a nearly singular matrix below zero: the diagonal grows until it holds."""
+    diagonal = torch.diag_embed(matrix.diagonal(dim1=-2, dim2=-1))
+    for jitter in _JITTER:
+        factor, failed = torch.linalg.cholesky_ex(matrix + jitter * diagonal)
+        if not bool(failed.any()):
+            break
+    return factor
 
 
 def _leverage(base: Tensor, precision: Tensor) -> float:

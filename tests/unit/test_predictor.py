@@ -145,3 +145,20 @@ def test_old_samples_fade() -> None:
     assert flipped.map is not None
     difference = (statistics.map.weight.float() - flipped.map.weight.float()).norm() / flipped.map.weight.float().norm()
     assert float(difference) < 0.2
+
+
+def test_rounding_at_rest_never_stops_a_slot() -> None:
+    """Large dimensions that move together, as keys have them: their moments are singular to within float16."""
+    statistics = RidgeStatistics()
+    mix = torch.zeros(3, 64)
+    mix[:, :12] = 50 * torch.randn(3, 12, generator=torch.Generator().manual_seed(1))
+    for seed in range(40):
+        source = torch.Generator().manual_seed(seed)
+        common = 1.0 + 0.3 * torch.randn(LAYERS, 2, 30, HEADS, 3, generator=source)
+        base = common @ mix + 1e-3 * torch.randn(LAYERS, 2, 30, HEADS, 64, generator=source)
+        statistics.add(base, 0.1 * base)
+    assert statistics.map is not None
+    assert torch.isfinite(statistics.map.weight).all()
+    assert torch.isfinite(statistics.map.precision).all()
+    assert statistics.error < 0.1, "the offset is learnable all the same"
+    assert statistics.map.novelty(base) > 0
