@@ -30,7 +30,7 @@ results: $(READY)
 	$(BIN)/kvcache eval $(DATA:%=--dataset %) --settings A,B,C --requests 64 --policies $(SPANS) --json out/spans.json --png out/spans.png
 	$(BIN)/kvcache eval $(DATA:%=--dataset %) --settings agents --requests 22 --policies $(TEAMS) --json out/teams.json --png out/teams.png
 	$(BIN)/kvcache eval --dataset $(firstword $(DATA)) --settings agents --topology judge --warmup 48 --requests 24 --controls 0 --policies off,ungated,guarded --json out/judge.json --png out/judge.png
-	$(BIN)/python benchmarks/paper_tables.py --dataset $(firstword $(DATA))
+	$(BIN)/python benchmarks/paper_tables.py $(firstword $(DATA))
 	$(BIN)/python benchmarks/results.py
 
 clean:

@@ -1,6 +1,6 @@
 """The tables of the KVCOMM paper on SmolLM2-135M, by the real service: figures for docs/results.md.
 
-    .venv/bin/python benchmarks/paper_tables.py --dataset ../shared/data/gsm8k.jsonl
+    .venv/bin/python benchmarks/paper_tables.py ../shared/data/gsm8k.jsonl
     .venv/bin/python benchmarks/results.py
 
 Tables 1, 5 and 6 come from one run of five fully connected agents: every variant sees the same turns, and pools learn on

@@ -46,6 +46,19 @@ class LinearMap:
         """
         return _leverage(base, self.precision) / max(self.novelty_scale, 1e-12)
 
+    def change(self, base: Tensor) -> Tensor:
+        """How much the map changes every token in the middle layer: ‖offset‖² / ‖base‖², K and V added, [tokens].
+
+        base: canonical [layers, 2, tokens, kv_heads, head_dim].
+        """
+        middle = len(base) // 2
+        rows = base[middle].transpose(1, 2).float()  # [2, kv_heads, tokens, head_dim]
+        offset = rows @ self.weight[middle].float() + self.bias[middle].float()[..., None, :]
+        lead = min(self.lead.shape[2], rows.shape[2])
+        offset[:, :, :lead] += self.lead[middle, :, :lead].float().transpose(1, 2)
+        energy = [x.square().sum((1, 3)) for x in (offset, rows)]  # [2, tokens] each
+        return (energy[0] / energy[1].clamp_min(1e-12)).sum(0)
+
 
 @dataclass(frozen=True)
 class _Sums:

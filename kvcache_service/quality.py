@@ -32,7 +32,7 @@ class Audit:
     """One trial under the guarded policy beside dense.
 
     signals: what was known before the answer, by name of SIGNALS. reposition: KL and top-1 come from a trial without
-    offsets. slots: ordinals of the placeholders that were approximated.
+    offsets. slots: ordinals of the placeholders that were approximated. samples: the fewest behind any of their predictors.
     """
 
     kl: float
@@ -40,11 +40,15 @@ class Audit:
     signals: Mapping[str, float] = field(default_factory=dict)
     reposition: bool = False
     slots: tuple[int, ...] = ()
+    samples: int = 0
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Thresholds of one template on one model. usable: False when no threshold meets the target: reuse stays off."""
+    """Thresholds of one template on one model. usable: False when no threshold meets the target: reuse stays off.
+
+    min_samples: predictors with fewer were never judged, so they are not vouched for: a restarted service learns first.
+    """
 
     usable: bool
     signal: str
@@ -58,6 +62,7 @@ class Calibration:
     accepted: float
     target: Target
     auc: Mapping[str, float]
+    min_samples: int
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -119,6 +124,7 @@ def calibrate(audits: Sequence[Audit], target: Target) -> Calibration:
         accepted=count / len(ordered),
         target=target,
         auc={name: round(value, 4) for name, value in known.items()},
+        min_samples=min((a.samples for a in accepted), default=0),
     )
 
 

@@ -184,9 +184,9 @@ class Memory:
         self.fixed.setdefault((tenant, template_id, ordinal), RunningMean()).add(kv)
 
     def missing_fixed(self, tenant: str, template: Template, exact_prefix: bool) -> list[int]:
-        """Ordinals of fixed segments without any KV; a leading one counts as present when its prefix is stored."""
-        from_prompt = [i for i, s in enumerate(template.segments) if not hasattr(s, "name")]
-        return [i for i in from_prompt if not (i == 0 and exact_prefix) and (tenant, template.template_id, i) not in self.fixed]
+        """Ordinals of fixed segments without any KV; a leading one has it when its prefix is stored."""
+        fixed = [i for i, s in enumerate(template.segments) if not hasattr(s, "name")]
+        return [i for i in fixed if not (exact_prefix if i == 0 else (tenant, template.template_id, i) in self.fixed)]
 
     @property
     def predictor_bytes(self) -> int:

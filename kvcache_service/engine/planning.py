@@ -126,6 +126,12 @@ class Planner:
             return True
         return calibration.usable if calibration is not None else not self._settings.require_calibration
 
+    @property
+    def _mature(self) -> int:
+        """Samples that a predictor needs: below what calibration has judged, nobody knows how good it is."""
+        calibration, needed = self._gate.calibration, self._settings.min_samples
+        return needed if self._trial is not None or calibration is None else max(needed, calibration.min_samples)
+
     def _guarded_placeholder(self, span: Span) -> SegmentPlan:
         sample = tokens_key(span.token_ids)
         if self._trial is None and span.ordinal in self._gate.off:
@@ -168,9 +174,7 @@ class Planner:
     def _map(self, span: Span, base: Base) -> LinearMap | None:
         pool = PoolKey(self._group, span.placeholder, base.origin)
         statistics = self._memory.statistics.get(Slot(pool, self._template_id, span.ordinal))
-        if statistics is None or statistics.map is None or statistics.samples < self._settings.min_samples:
-            return None
-        return statistics.map
+        return statistics.map if statistics is not None and statistics.samples >= self._mature else None
 
     def _guarded_fixed(self, span: Span) -> SegmentPlan:
         mean = self._memory.fixed_mean(self._group.tenant, self._template_id, span.ordinal)
@@ -179,15 +183,20 @@ class Planner:
         return SegmentPlan(span, Action.REUSE, source=Repositioned(mean.mean()), anchors=mean.samples)
 
     def _recompute(self, segment: SegmentPlan, *, last: bool) -> SegmentPlan:
-        """Boundary recompute: leading tokens act as attention sinks; the trailing segment decides the first token."""
+        """Recompute the tokens that the correction changes most, the leading ones where nothing is corrected, the first of
+        fixed text, which acts as an attention sink, and the last segment, which decides the first output token."""
         if segment.action is not Action.REUSE or segment.source is None:
             return segment
-        span = segment.span
+        span, source = segment.span, segment.source
         covered = span.start + _covered(segment)
-        lead = range(span.start, min(span.start + (self._settings.boundary if span.placeholder else 0), covered))
+        count = min(self._settings.boundary, covered - span.start)
+        chosen = list(range(count if span.placeholder else min(count, 1)))
+        if isinstance(source, Mapped):
+            chosen = sorted(source.map.change(source.base).topk(count).indices.tolist())
+        probe = tuple(span.start + place for place in chosen)
         tail = range(max(span.start, span.end - self._settings.trailing) if last else covered, span.end)
-        fresh = tuple(sorted({*lead, *tail, *range(covered, span.end)}))
-        return replace(segment, fresh=fresh, probe=tuple(lead) if segment.corrected else ())
+        fresh = tuple(sorted({*probe, *tail, *range(covered, span.end)}))
+        return replace(segment, fresh=fresh, probe=probe if segment.corrected else ())
 
     # reposition
 

@@ -119,6 +119,7 @@ class Trust:
             _signals(plan, settlement),
             reposition=plan.policy is Policy.REPOSITION,
             slots=tuple(s.span.ordinal for s in plan.corrected),
+            samples=min((s.anchors for s in plan.corrected), default=0),
         )
         with self._lock:
             self._book.add(key, audit)

@@ -169,7 +169,7 @@ class Update:
         for key, span, kv in self._exact:
             if self._put(key, kv):
                 zero.learn(span.token_ids, kv)
-                if not span.placeholder:
+                if _follows(span):
                     slot = (self._turn.tenant, self._turn.template.template_id, span.ordinal)
                     self._memory.fixed_bases.setdefault(slot, FixedBase(kv, span.start))
         for new in self._bases:
@@ -185,7 +185,7 @@ class Update:
         if accepted:
             with lock:
                 for _, span, kv in self._exact:
-                    if not span.placeholder:
+                    if _follows(span):
                         self._memory.learn_fixed(tenant, template_id, span.ordinal, kv)
         for offset in self._offsets:
             if (offset.slot.pool, offset.sample, offset.slot.name) not in accepted:
@@ -211,3 +211,8 @@ class Update:
             self.refused.append("host tier full")
             return False
         return True
+
+
+def _follows(span: Span) -> bool:
+    """A fixed segment behind a placeholder. The leading one is exact or computed, never approximated: it needs no mean."""
+    return not span.placeholder and span.ordinal > 0

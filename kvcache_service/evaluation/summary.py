@@ -108,6 +108,7 @@ def calibration(value: pb.Calibration) -> Figures:
         "top1": value.top1,
         "accepted": value.accepted,
         "auc": dict(value.auc),
+        "min_samples": value.min_samples,
     }
 
 

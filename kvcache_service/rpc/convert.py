@@ -199,6 +199,7 @@ def calibration(value: Calibration) -> pb.Calibration:
         target_kl=value.target.kl,
         target_top1=value.target.top1,
         auc=value.auc,
+        min_samples=value.min_samples,
     )
 
 

@@ -124,3 +124,9 @@ def test_the_window_speaks_of_the_slot() -> None:
     found = book.slot(KEY, 1)
     assert (found.audits, found.kl_mean, found.top1) == (2, pytest.approx(0.02), pytest.approx(0.95))
     assert book.slot(KEY, 9).audits == 0
+
+
+def test_predictors_younger_than_any_that_was_judged_are_not_vouched_for() -> None:
+    audits = [Audit(0.01, 1.0, {"residual": 0.1}, slots=(1,), samples=n) for n in (31, 14, 12, 40, 22, 18)]
+    refused = Audit(9.0, 0.1, {"residual": 5.0}, slots=(1,), samples=2)
+    assert calibrate([*audits, refused], TARGET).min_samples == 12

@@ -593,7 +593,7 @@ class CalibrateRequest(_message.Message):
     def __init__(self, template_id: _Optional[str] = ..., target_kl: _Optional[float] = ..., target_top1: _Optional[float] = ...) -> None: ...
 
 class Calibration(_message.Message):
-    __slots__ = ("usable", "signal", "residual_limit", "novelty_limit", "reposition", "audits", "kl_p95", "top1", "accepted", "target_kl", "target_top1", "ratio_limit", "auc")
+    __slots__ = ("usable", "signal", "residual_limit", "novelty_limit", "reposition", "audits", "kl_p95", "top1", "accepted", "target_kl", "target_top1", "ratio_limit", "auc", "min_samples")
     class AucEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -614,6 +614,7 @@ class Calibration(_message.Message):
     TARGET_TOP1_FIELD_NUMBER: _ClassVar[int]
     RATIO_LIMIT_FIELD_NUMBER: _ClassVar[int]
     AUC_FIELD_NUMBER: _ClassVar[int]
+    MIN_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     usable: bool
     signal: str
     residual_limit: float
@@ -627,7 +628,8 @@ class Calibration(_message.Message):
     target_top1: float
     ratio_limit: float
     auc: _containers.ScalarMap[str, float]
-    def __init__(self, usable: bool = ..., signal: _Optional[str] = ..., residual_limit: _Optional[float] = ..., novelty_limit: _Optional[float] = ..., reposition: bool = ..., audits: _Optional[int] = ..., kl_p95: _Optional[float] = ..., top1: _Optional[float] = ..., accepted: _Optional[float] = ..., target_kl: _Optional[float] = ..., target_top1: _Optional[float] = ..., ratio_limit: _Optional[float] = ..., auc: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    min_samples: int
+    def __init__(self, usable: bool = ..., signal: _Optional[str] = ..., residual_limit: _Optional[float] = ..., novelty_limit: _Optional[float] = ..., reposition: bool = ..., audits: _Optional[int] = ..., kl_p95: _Optional[float] = ..., top1: _Optional[float] = ..., accepted: _Optional[float] = ..., target_kl: _Optional[float] = ..., target_top1: _Optional[float] = ..., ratio_limit: _Optional[float] = ..., auc: _Optional[_Mapping[str, float]] = ..., min_samples: _Optional[int] = ...) -> None: ...
 
 class CalibrateReply(_message.Message):
     __slots__ = ("calibration",)
