@@ -180,6 +180,11 @@ class Memory:
         self._norms.setdefault(slot, deque(maxlen=64)).append(relative_norm)
         return self.statistics.setdefault(slot, RidgeStatistics())
 
+    def samples(self, slot: Slot) -> int:
+        """How many samples the slot has learned from."""
+        found = self.statistics.get(slot)
+        return found.samples if found is not None else 0
+
     def learn_fixed(self, tenant: str, template_id: str, ordinal: int, kv: Tensor) -> None:
         self.fixed.setdefault((tenant, template_id, ordinal), RunningMean()).add(kv)
 

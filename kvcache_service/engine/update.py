@@ -117,9 +117,14 @@ class Update:
         if not bases:
             base = Base(f"{self._turn.template.template_id}:{span.ordinal}", span.start, len(span.token_ids), 0, key)
             self._bases.append(_NewBase(sample, base, None))
-        for base in bases if not self._turn.holdout else ():
+        elif not self._turn.holdout:
+            # Agents that say the same give a sample several bases: one pair of agents, one predictor is enough.
+            base = max(bases, key=lambda b: self._memory.samples(self._slot(span, b)))
             if base.key != key:  # the base of an overlapping turn with this very prefix: no offset to learn from
                 self._collect_offset(span, kv, base, sample, following)
+
+    def _slot(self, span: Span, base: Base) -> Slot:
+        return Slot(PoolKey(self._group, span.placeholder, base.origin), self._turn.template.template_id, span.ordinal)
 
     def _collect_offset(self, span: Span, kv: Tensor, base: Base, sample: str, following: SegmentPlan | None) -> None:
         tensor = self._memory.tier.get(base.key)
@@ -127,7 +132,7 @@ class Update:
             self.refused.append("taint" if tensor is not None else "evicted")
             return
         offset = kv[:, :, : base.covered] - tensor
-        slot = Slot(PoolKey(self._group, span.placeholder, base.origin), self._turn.template.template_id, span.ordinal)
+        slot = self._slot(span, base)
         if float(offset[0].float().norm() / tensor[0].float().norm()) > LAYER_ZERO_TOLERANCE:
             self.refused.append("layer0")
         elif not self._memory.norm_in_band(slot, relative_norm(tensor, offset)):
