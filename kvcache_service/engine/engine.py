@@ -327,6 +327,7 @@ class Engine:
                 update.collect()
             if settlement.verdict is Verdict.AUDITED:
                 self._trust.audited(turn, settlement)
+            self._trust.settled(turn, settlement)
             committed = self._commit(update)
             for name, count in update.counts().items():
                 self._telemetry.candidates.labels(name).inc(count)

@@ -38,10 +38,14 @@ class PlanSettings:
 
 @dataclass(frozen=True)
 class Gate:
-    """What is known of a template's quality. off: ordinals of slots that their audits switched to dense."""
+    """What is known of a template's quality. off: ordinals of slots that their audits switched to dense.
+
+    lesson: probes have refused a turn, which taught nothing; the next one is planned dense, so that the pools can follow.
+    """
 
     calibration: Calibration | None = None
     off: frozenset[int] = frozenset()
+    lesson: bool = False
 
 
 class Planner:
@@ -114,6 +118,8 @@ class Planner:
         if blocker is None and not self._vouched and any(s.action is Action.REUSE for s in out):
             calibration = self._gate.calibration
             blocker = Reason.UNCALIBRATED if calibration is None else Reason.QUALITY
+        if blocker is None and self._gate.lesson and self._trial is None and any(s.corrected for s in out):
+            blocker = Reason.RESIDUAL
         if blocker:
             return _all_dense(segments, blocker)  # a whole dense turn is also what the pools learn from
         return [self._recompute(s, last=s is out[-1]) for s in out]

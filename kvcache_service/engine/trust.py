@@ -13,7 +13,7 @@ from kvcache_service.catalog.store import Catalog
 from kvcache_service.engine.memory import Slot
 from kvcache_service.engine.plan import Mapped, Plan, Reason
 from kvcache_service.engine.planning import Gate
-from kvcache_service.engine.sessions import Settlement, Turn
+from kvcache_service.engine.sessions import Settlement, Turn, Verdict
 from kvcache_service.errors import Code, KVCacheError, invalid
 from kvcache_service.predictor import RidgeStatistics
 from kvcache_service.prompt import Placeholder, Policy, Template
@@ -72,6 +72,7 @@ class Trust:
         self._draw = draw
         self._lock = threading.Lock()
         self._book = QualityBook()
+        self._lessons: set[tuple[str, str]] = set()
 
     def load(self, tenant: str, template: Template) -> None:
         """What an earlier boot found; its key carries model and template, so that neither can have changed."""
@@ -89,7 +90,16 @@ class Trust:
     def gate(self, tenant: str, template_id: str) -> Gate:
         key = (tenant, template_id)
         with self._lock:
-            return Gate(self._book.calibrations.get(key), self._book.off(key))
+            return Gate(self._book.calibrations.get(key), self._book.off(key), key in self._lessons)
+
+    def settled(self, turn: Turn, settlement: Settlement) -> None:
+        """A turn that the probes refused makes the next one a lesson; any dense turn that taught is one."""
+        key = (turn.tenant, turn.template.template_id)
+        with self._lock:
+            if settlement.verdict is Verdict.REJECTED and settlement.reason is Reason.RESIDUAL:
+                self._lessons.add(key)
+            elif settlement.verdict is Verdict.ACCEPTED and not turn.plan.approximated:
+                self._lessons.discard(key)
 
     def probe_limits(self, turn: Turn) -> ProbeLimits:
         if turn.trial is not None:

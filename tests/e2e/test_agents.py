@@ -163,7 +163,6 @@ def test_every_gate_ends_in_a_dense_turn(
     with start_service(**{gate: "1e-9"}) as service, KVCacheClient(service.target, transport=transport) as client:
         team = Team(model, client)
         team.warm()
-        anchors = service.metrics()["kvcache_anchors"]
         first = team.first.run({"question": question(100)}, max_new_tokens=TOKENS)
         samples = {"question": question(100), "first": first.token_ids}
         answer = team.second.run(samples, max_new_tokens=TOKENS)
@@ -171,9 +170,24 @@ def test_every_gate_ends_in_a_dense_turn(
         assert answer.reason == reason
         metrics = service.metrics()
         assert metrics[f'kvcache_fallbacks_total{{reason="{reason}"}}'] >= 1
-        if reason == "residual":  # an emergency, not a plan: it proposes nothing
-            assert answer.outcome == "dense"
-            assert metrics["kvcache_anchors"] == anchors
+
+
+def test_a_turn_that_probes_refuse_teaches_nothing_and_the_next_one_does(
+    start_service: Callable[..., ServiceProcess], model: Any, transport: str
+) -> None:
+    """Otherwise a slot that always fails its probes would never see what would mend it."""
+    with start_service(residual_limit="1e-9") as service, KVCacheClient(service.target, transport=transport) as client:
+        team = Team(model, client)
+        for seed in range(3):
+            team.ask(question(seed))
+        for seed in (100, 102):
+            anchors = service.metrics()["kvcache_anchors"]
+            refused = team.ask(question(seed))[1]
+            assert (refused.outcome, refused.reason, refused.residual > 0) == ("dense", "residual", True)
+            assert service.metrics()["kvcache_anchors"] == anchors, "an emergency proposes nothing"
+            lesson = team.ask(question(seed + 1))[1]
+            assert (lesson.outcome, lesson.reason, lesson.residual) == ("partial", "residual", 0.0)
+            assert service.metrics()["kvcache_anchors"] == anchors + 2
 
 
 def test_a_judge_is_dense_by_default(model: Any, client: KVCacheClient) -> None:
