@@ -165,10 +165,10 @@ def lengths(
 
 def main(
     dataset: Path,
-    warmup: int = 24,
-    calibration: int = 8,
-    requests: int = 8,
-    order_requests: int = 20,
+    warmup: int = 20,
+    calibration: int = 6,
+    requests: int = 6,
+    order_requests: int = 14,
     length_warmup: int = 3,
     length_requests: int = 3,
     json_path: Annotated[Path, typer.Option("--json")] = Path("out/paper_tables.json"),

@@ -13,6 +13,7 @@ from kvcache_service.errors import Code, KVCacheError, invalid
 
 _TOKENS = b"kvcache.tokens.1"
 _TEMPLATE = b"kvcache.template.1"
+CHUNK = 64  # tokens that the exact policy stores and finds as one
 
 
 class Policy(enum.Enum):
@@ -22,6 +23,7 @@ class Policy(enum.Enum):
     PAPER = "paper"
     GUARDED = "guarded"
     REPOSITION = "reposition"
+    EXACT = "exact"
 
 
 class Role(enum.Enum):
@@ -131,6 +133,14 @@ def lay_out(template: Template, samples: Mapping[str, tuple[int, ...]]) -> tuple
     return tuple(
         Span(ordinal, start, run, segment.name if isinstance(segment, Placeholder) else "")
         for ordinal, (segment, run, start) in enumerate(zip(template.segments, runs, starts, strict=False))
+    )
+
+
+def chunked(token_ids: Sequence[int]) -> tuple[Span, ...]:
+    """A prompt as the exact policy sees it: whole chunks and a rest, whatever template it came from."""
+    return tuple(
+        Span(ordinal, start, tuple(token_ids[start : start + CHUNK]), "prompt")
+        for ordinal, start in enumerate(range(0, len(token_ids), CHUNK))
     )
 
 

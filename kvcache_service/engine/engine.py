@@ -27,7 +27,7 @@ from kvcache_service.engine.update import Update
 from kvcache_service.errors import Code, KVCacheError, invalid
 from kvcache_service.geometry import Geometry
 from kvcache_service.kernels import cpu
-from kvcache_service.prompt import Fixed, Policy, Template, check_tokens, lay_out, tokens_key
+from kvcache_service.prompt import Fixed, Policy, Template, check_tokens, chunked, lay_out, tokens_key
 from kvcache_service.quality import Calibration
 from kvcache_service.telemetry import SlotReport, Telemetry, TurnReport
 from kvcache_service.tiers.host import HostTier
@@ -225,13 +225,16 @@ class Engine:
             spans = lay_out(template, samples)
             total = spans[-1].end + reserve
             longest = min(self.settings.max_prompt_tokens, geometry.max_positions)
+            chosen = policy or template.policy
+            if chosen is Policy.EXACT:
+                spans = chunked([t for span in spans for t in span.token_ids]) or spans
             if not spans[-1].end:
                 raise invalid("samples", "the prompt is empty", "send at least one token")
             if total > longest:
                 raise invalid("samples", f"{total} tokens with the reserve", f"stay within {longest}")
             gate = self._trust.gate(tenant, template_id)
             planner = Planner(self.settings.plan, self._memory, self._catalog.anchors, geometry, tenant, template, gate, trial)
-            plan = planner.plan(spans, policy or template.policy)
+            plan = planner.plan(spans, chosen)
             if trial is None:
                 plan = self._weigh_cost(plan, geometry)
             columns = plan.prompt_tokens + reserve + len(plan.probe)
@@ -294,9 +297,11 @@ class Engine:
         """
         end = start + tokens
         prompt = turn.plan.prompt_tokens
-        wanted = [(s.span.start, s.span.end) for s in turn.plan.pure() if start <= s.span.start and s.span.end <= end]
-        if end > prompt:
-            wanted.append((prompt, end))
+        if turn.plan.policy is Policy.EXACT:
+            wanted = turn.plan.new_chunks(start, end)
+        else:
+            wanted = [(s.span.start, s.span.end) for s in turn.plan.pure() if start <= s.span.start and s.span.end <= end]
+            wanted += [(prompt, end)] if end > prompt else []
         with turn.lock:
             self._require(turn, Phase.PLANNED, Phase.ASSEMBLED)
             kv = turn.tensor[:, :, start:end] if received is None else received
@@ -304,6 +309,7 @@ class Engine:
             for kv in staged.values():
                 _refuse_non_finite(kv)
             turn.staged.update(staged)
+            turn.observed = max(turn.observed, end)
             return sum(kv.nbytes for kv in staged.values())
 
     def settle(self, tenant: str, turn_id: str, settlement: Settlement) -> Settled:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvcache_service.catalog.keys import PoolKey
 from kvcache_service.predictor import LinearMap
-from kvcache_service.prompt import Policy, Span
+from kvcache_service.prompt import CHUNK, Policy, Span
 
 
 class Action(enum.Enum):
@@ -179,6 +179,12 @@ class Plan:
     def taint(self) -> int:
         """Taint depth of KV computed on top of this plan: 0 on exact and dense KV only."""
         return 1 + max(s.taint for s in self.segments) if self.approximated else 0
+
+    def new_chunks(self, start: int, end: int) -> list[tuple[int, int]]:
+        """Exact policy: whole chunks of prompt and answer within columns [start, end) that are not stored yet."""
+        stored = {s.span.start for s in self.segments if s.action is Action.EXACT}
+        first = -(-start // CHUNK) * CHUNK
+        return [(at, at + CHUNK) for at in range(first, end - CHUNK + 1, CHUNK) if at not in stored]
 
     def pure(self) -> list[SegmentPlan]:
         """Dense segments with nothing approximated before them: their observed KV is true dense KV."""

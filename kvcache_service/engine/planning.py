@@ -87,7 +87,7 @@ class Planner:
                 segments = self._paper(segments)
             elif policy is Policy.REPOSITION:
                 segments = self._repositioned(segments)
-            else:
+            elif policy is Policy.GUARDED:
                 segments = self._guarded(segments)
         segments = _compute_last(segments)
         return Plan(policy, tuple(segments), contexts=contexts)

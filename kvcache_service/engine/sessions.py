@@ -108,6 +108,7 @@ class Turn:
     audit: bool = False  # the worker is asked for a trial of the same samples
     phase: Phase = Phase.PLANNED
     staged: dict[int, Tensor] = field(default_factory=dict)
+    observed: int = 0  # columns [0, observed) end where the farthest observation did
     verdict: Verdict | None = None
     result: Settled | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)

@@ -14,7 +14,7 @@ from kvcache_service.engine.memory import LAYER_ZERO_TOLERANCE, Base, FixedBase,
 from kvcache_service.engine.plan import Reason, SegmentPlan
 from kvcache_service.engine.sessions import Settlement, Turn, Verdict
 from kvcache_service.errors import KVCacheError, invalid
-from kvcache_service.prompt import Span, check_tokens, tokens_key
+from kvcache_service.prompt import CHUNK, Policy, Span, check_tokens, chunked, context_keys, tokens_key
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,7 @@ class Update:
             raise invalid("finish_reason", "an accepted turn has none", "send STOP or LENGTH")
         if settlement.verdict is Verdict.REJECTED and settlement.reason is Reason.NONE:
             raise invalid("reason", "a rejected turn has none", "say why the turn fell back")
-        staged = turn.staged.get(turn.plan.prompt_tokens)
-        observed = staged.shape[2] if staged is not None else 0
+        observed = max(0, turn.observed - turn.plan.prompt_tokens)
         if settlement.output_kv_tokens > min(observed, len(settlement.output_token_ids)):
             raise invalid(
                 "output_kv_tokens",
@@ -90,8 +89,16 @@ class Update:
         """Build and check the candidates."""
         if self._settlement.verdict is not Verdict.ACCEPTED:
             return
+        if self._turn.plan.policy is Policy.EXACT:
+            self._collect_chunks()
+            return
         pure = {s.span.ordinal: s for s in self._turn.plan.pure() if s.span.start in self._turn.staged and s.span.token_ids}
-        if not self._agrees_with_layer_zero(pure.values()):
+        runs: list[tuple[Sequence[int], Tensor]] = [(s.span.token_ids, self._turn.staged[s.span.start]) for s in pure.values()]
+        output = self._turn.staged.get(self._turn.plan.prompt_tokens)
+        if output is not None:
+            count = self._settlement.output_kv_tokens
+            runs.append((self._settlement.output_token_ids[:count], output[:, :, :count]))
+        if not self._agree_with_layer_zero(runs):
             self.refused.append("layer0")
             return
         for ordinal, segment in pure.items():
@@ -102,13 +109,20 @@ class Update:
                 self._collect_placeholder(segment.span, kv, key, pure.get(ordinal + 1))
         self._collect_output()
 
-    def _agrees_with_layer_zero(self, pure: Iterable[SegmentPlan]) -> bool:
-        zero, turn = self._memory.layer_zero(self._turn.tenant, self._turn.geometry), self._turn
-        runs = [(s.span.token_ids, turn.staged[s.span.start]) for s in pure]
-        output = turn.staged.get(turn.plan.prompt_tokens)
-        if output is not None:
-            count = self._settlement.output_kv_tokens
-            runs.append((self._settlement.output_token_ids[:count], output[:, :, :count]))
+    def _collect_chunks(self) -> None:
+        """Whole chunks of prompt and answer, each under the key of all tokens up to its end."""
+        settlement, plan = self._settlement, self._turn.plan
+        prompt = [t for s in plan.segments for t in s.span.token_ids]
+        spans = chunked([*prompt, *settlement.output_token_ids[: settlement.output_kv_tokens]])
+        whole = [(s, c) for s, c in zip(spans, context_keys(spans), strict=True) if len(s.token_ids) == CHUNK]
+        found = [(span, context, self._turn.staged[span.start]) for span, context in whole if span.start in self._turn.staged]
+        if not self._agree_with_layer_zero((span.token_ids, kv) for span, _, kv in found):
+            self.refused.append("layer0")
+            return
+        self._exact = [(self._memory.exact_key(self._group, context, span.start), span, kv) for span, context, kv in found]
+
+    def _agree_with_layer_zero(self, runs: Iterable[tuple[Sequence[int], Tensor]]) -> bool:
+        zero = self._memory.layer_zero(self._turn.tenant, self._turn.geometry)
         return all(zero.error(token_ids, kv) <= LAYER_ZERO_TOLERANCE for token_ids, kv in runs)
 
     def _collect_placeholder(self, span: Span, kv: Tensor, key: str, following: SegmentPlan | None) -> None:

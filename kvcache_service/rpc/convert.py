@@ -24,6 +24,7 @@ _POLICIES: dict[int, Policy] = {
     pb.POLICY_PAPER: Policy.PAPER,
     pb.POLICY_GUARDED: Policy.GUARDED,
     pb.POLICY_REPOSITION: Policy.REPOSITION,
+    pb.POLICY_EXACT: Policy.EXACT,
 }
 _PAIRINGS: dict[int, Pairing] = {pb.PAIRING_HALF_SPLIT: Pairing.HALF_SPLIT, pb.PAIRING_INTERLEAVED: Pairing.INTERLEAVED}
 
@@ -39,7 +40,7 @@ def policy(value: int) -> Policy | None:
     if value == pb.POLICY_UNSPECIFIED:
         return None
     if value not in _POLICIES:
-        raise invalid("policy", f"{value}", "send OFF, PAPER, GUARDED or REPOSITION")
+        raise invalid("policy", f"{value}", "send OFF, PAPER, GUARDED, REPOSITION or EXACT")
     return _POLICIES[value]
 
 

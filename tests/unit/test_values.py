@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from kvcache_service.engine.plan import Action, Plan, Reason, Repositioned, Segm
 from kvcache_service.engine.planning import bypass
 from kvcache_service.errors import Code, KVCacheError
 from kvcache_service.evaluation.dataset import Row, read, read_rows
-from kvcache_service.prompt import Fixed, Placeholder, Policy, Role, Template, context_keys, lay_out, tokens_key
+from kvcache_service.prompt import Fixed, Placeholder, Policy, Role, Template, chunked, context_keys, lay_out, tokens_key
 from kvcache_service.quality import quantile
 
 TEMPLATE = Template("m", (Fixed((1, 2)), Placeholder("x"), Fixed((3,)), Placeholder("y")), Role.REUSE, Policy.GUARDED, "z")
@@ -197,3 +198,13 @@ def test_kl_and_agreement() -> None:
 def test_quantile() -> None:
     assert quantile([3.0, 1.0, 2.0], 0.5) == 2.0
     assert quantile([0.0, 1.0], 0.95) == pytest.approx(0.95)
+
+
+def test_chunk_keys_are_the_golden_ones() -> None:
+    """The key of a chunk is the SHA-256 of all tokens up to its end: little-endian uint32 behind a tag."""
+    spans = chunked(range(130))
+    assert [(s.start, s.end) for s in spans] == [(0, 64), (64, 128), (128, 130)]
+    data = b"kvcache.tokens.1" + b"".join(token.to_bytes(4, "little") for token in range(130))
+    ends = [16 + 4 * s.end for s in spans]
+    assert context_keys(spans) == [hashlib.sha256(data[:end]).hexdigest() for end in ends]
+    assert context_keys(spans)[0] == "36d3b43a04c840dc79b026e216c7bccbc7edfb1320f8c3d5ae18803390a69f5e"

@@ -104,7 +104,8 @@ class SharedModel:
         """An agent with a prompt template; {name} is a placeholder, {{ and }} are braces.
 
         produces: the placeholder that this agent's answer fills in other templates. decision: "dense" for judges and
-        critics that compare candidates. policy: guarded, paper, reposition or off.
+        critics that compare candidates. policy: guarded, paper, reposition, exact or off. An agent "{prompt}" with policy
+        exact is plain prefix caching: whatever prompt or answer begins like an earlier one is not computed again.
         """
         segments: list[tuple[int, ...] | str] = []
         text = ""

@@ -32,6 +32,7 @@ class Policy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     POLICY_PAPER: _ClassVar[Policy]
     POLICY_GUARDED: _ClassVar[Policy]
     POLICY_REPOSITION: _ClassVar[Policy]
+    POLICY_EXACT: _ClassVar[Policy]
 
 class Decision(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -113,6 +114,7 @@ POLICY_OFF: Policy
 POLICY_PAPER: Policy
 POLICY_GUARDED: Policy
 POLICY_REPOSITION: Policy
+POLICY_EXACT: Policy
 DECISION_UNSPECIFIED: Decision
 DECISION_REUSE: Decision
 DECISION_DENSE: Decision
