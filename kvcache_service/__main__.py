@@ -29,6 +29,7 @@ from kvcache_service.prompt import Policy
 from kvcache_service.quality import Target
 from kvcache_service.rpc.server import Server
 from kvcache_service.telemetry import Telemetry
+from kvcache_service.tiers.disk import DiskTier
 from kvcache_service.tiers.host import HostTier
 from kvcache_service.tiers.shared import SharedDirectory
 
@@ -85,6 +86,7 @@ def build_engine(config: Config, url: str, telemetry: Telemetry) -> Engine:
         SharedDirectory(config.shared_memory_dir, boot_id),
         telemetry,
         boot_id=boot_id,
+        disk=DiskTier(config.disk_dir, config.disk_bytes) if config.disk_dir is not None else None,
     )
 
 

@@ -22,6 +22,8 @@ class Config(BaseSettings):
     redis_url: SecretStr | None = Field(None, description="Redis or Valkey URL; none: an embedded Valkey")
     redis_timeout: float = Field(1.0, gt=0, description="seconds before the metadata store counts as down")
     host_bytes: int | None = Field(None, gt=0, description="host tier budget; none: half of the memory that is free at start")
+    disk_dir: Path | None = Field(None, description="where exact KV outlives the process; none: nowhere")
+    disk_bytes: int = Field(16 << 30, gt=0, description="disk tier budget")
     shared_memory_dir: Path = Field(Path("/dev/shm"), description="where session buffers lie")
     session_bytes: int = Field(2 << 30, gt=0, description="buffer bytes that one session may hold")
     max_prompt_tokens: int = Field(32768, gt=0, description="longest prompt plus reserve")

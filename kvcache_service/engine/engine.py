@@ -27,9 +27,10 @@ from kvcache_service.engine.update import Update
 from kvcache_service.errors import Code, KVCacheError, invalid
 from kvcache_service.geometry import Geometry
 from kvcache_service.kernels import cpu
-from kvcache_service.prompt import Fixed, Policy, Template, check_tokens, chunked, lay_out, tokens_key
+from kvcache_service.prompt import Fixed, Policy, Span, Template, check_tokens, chunked, context_keys, lay_out, tokens_key
 from kvcache_service.quality import Calibration
 from kvcache_service.telemetry import SlotReport, Telemetry, TurnReport
+from kvcache_service.tiers.disk import DiskTier
 from kvcache_service.tiers.host import HostTier
 from kvcache_service.tiers.shared import BufferPool, SharedDirectory
 
@@ -67,6 +68,7 @@ class Engine:
         shared: SharedDirectory,
         telemetry: Telemetry,
         *,
+        disk: DiskTier | None = None,
         boot_id: str,
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
@@ -80,7 +82,8 @@ class Engine:
         self._clock = clock
         self._lock = threading.RLock()
         self._learning = threading.Lock()
-        self._memory = Memory(tier)
+        self._disk = disk
+        self._memory = Memory(tier, disk)
         self._catalog = catalog(self._drop_anchor)
         self._catalog_up = True
         self._trust = Trust(settings.trust, self._catalog, telemetry, draw)
@@ -139,9 +142,11 @@ class Engine:
         group = Group(tenant, template.model_id)
         first = template.segments[0]
         self._trust.load(tenant, template)
+        key = self._memory.exact_key(group, tokens_key(first.token_ids), 0) if isinstance(first, Fixed) else ""
+        self._memory.promote([key])
         with self._lock:
             self._templates[tenant, template.template_id] = template
-            prefix = isinstance(first, Fixed) and self._tier.has(self._memory.exact_key(group, tokens_key(first.token_ids), 0))
+            prefix = self._tier.has(key)
             return template.template_id, self._memory.missing_fixed(tenant, template, prefix)
 
     def model(self, model_id: str) -> Geometry:
@@ -175,7 +180,7 @@ class Engine:
                 raise KVCacheError(Code.CONFLICT, "other KV is stored here", field="token_ids", fix="use what is stored")
             if zero.error(token_ids, canonical) > LAYER_ZERO_TOLERANCE:
                 raise invalid("data", "layer 0 belongs to other tokens", "send the KV of exactly these tokens from position 0 on")
-            self._tier.put(key, canonical)
+            self._memory.keep_exact(key, canonical)
             self._prefix_digests = {k: d for k, d in self._prefix_digests.items() if self._tier.has(k)} | {key: digest}
             zero.learn(token_ids, canonical)
         return key, False
@@ -208,6 +213,15 @@ class Engine:
         """Plan a turn and lease what the plan needs. The same request id returns the same turn."""
         started = self._clock()
         with self._lock:
+            self._session(tenant, session_id)
+            template = self._template(tenant, template_id)
+            geometry = self._models[template.model_id]
+        chosen = policy or template.policy
+        spans = self._lay_out(template, geometry, samples, reserve, chosen)
+        contexts = context_keys(spans)
+        group = Group(tenant, template.model_id)
+        self._memory.promote(self._memory.exact_key(group, c, s.start) for s, c in zip(spans, contexts, strict=True))
+        with self._lock:
             session = self._session(tenant, session_id)
             asked = (template_id, tuple(sorted(samples.items())), reserve, share, policy, trial)
             if request_id in session.requests:
@@ -218,23 +232,9 @@ class Engine:
                     )
                 turn = self._find(tenant, turn_id)
                 return Opened(turn, 0.0, self._trust.probe_limits(turn))
-            template = self._template(tenant, template_id)
-            geometry = self._models[template.model_id]
-            for name, token_ids in samples.items():
-                check_tokens(token_ids, geometry.vocab_size, f"samples[{name!r}].token_ids")
-            spans = lay_out(template, samples)
-            total = spans[-1].end + reserve
-            longest = min(self.settings.max_prompt_tokens, geometry.max_positions)
-            chosen = policy or template.policy
-            if chosen is Policy.EXACT:
-                spans = chunked([t for span in spans for t in span.token_ids]) or spans
-            if not spans[-1].end:
-                raise invalid("samples", "the prompt is empty", "send at least one token")
-            if total > longest:
-                raise invalid("samples", f"{total} tokens with the reserve", f"stay within {longest}")
             gate = self._trust.gate(tenant, template_id)
             planner = Planner(self.settings.plan, self._memory, self._catalog.anchors, geometry, tenant, template, gate, trial)
-            plan = planner.plan(spans, chosen)
+            plan = planner.plan(spans, contexts, chosen)
             if trial is None:
                 plan = self._weigh_cost(plan, geometry)
             columns = plan.prompt_tokens + reserve + len(plan.probe)
@@ -258,6 +258,21 @@ class Engine:
         elapsed = self._clock() - started
         self._telemetry.match.observe(elapsed)
         return Opened(turn, elapsed, self._trust.probe_limits(turn))
+
+    def _lay_out(
+        self, template: Template, geometry: Geometry, samples: Mapping[str, tuple[int, ...]], reserve: int, policy: Policy
+    ) -> tuple[Span, ...]:
+        """The prompt of a turn, checked."""
+        for name, token_ids in samples.items():
+            check_tokens(token_ids, geometry.vocab_size, f"samples[{name!r}].token_ids")
+        spans = lay_out(template, samples)
+        total = spans[-1].end + reserve
+        longest = min(self.settings.max_prompt_tokens, geometry.max_positions)
+        if not spans[-1].end:
+            raise invalid("samples", "the prompt is empty", "send at least one token")
+        if total > longest:
+            raise invalid("samples", f"{total} tokens with the reserve", f"stay within {longest}")
+        return chunked([t for span in spans for t in span.token_ids]) if policy is Policy.EXACT else spans
 
     def assemble(self, tenant: str, turn_id: str) -> tuple[Turn, float]:
         """Write the turn's KV into its buffer, once. Returns the seconds that it took."""
@@ -384,6 +399,11 @@ class Engine:
                 "kvcache_host_used_bytes": self._tier.used_bytes,
                 "kvcache_host_budget_bytes": self._tier.budget,
                 "kvcache_host_evictions": self._tier.evictions,
+                "kvcache_disk_used_bytes": self._disk.used_bytes if self._disk else 0,
+                "kvcache_disk_budget_bytes": self._disk.budget if self._disk else 0,
+                "kvcache_disk_pending_bytes": self._disk.pending_bytes if self._disk else 0,
+                "kvcache_disk_refused": self._disk.refused if self._disk else 0,
+                "kvcache_disk_damaged": self._disk.damaged if self._disk else 0,
                 "kvcache_buffer_bytes": sum(s.held_bytes for s in self._sessions.values()),
                 "kvcache_pools": len(sizes),
                 "kvcache_anchors": sum(sizes.values()),
@@ -408,6 +428,8 @@ class Engine:
             self.close_session(session_id)
         self._catalog.close()
         self._shared.close()
+        if self._disk is not None:
+            self._disk.close()
 
     def check(self) -> None:
         """Assert the invariants; for tests and post-mortems."""

@@ -6,16 +6,18 @@ Tensors lie in the host tier under content keys; this module knows which key hol
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from kvcache_service.catalog.keys import Group, PoolKey
+from kvcache_service.errors import KVCacheError
 from kvcache_service.geometry import Geometry
 from kvcache_service.predictor import RidgeStatistics, RunningMean
 from kvcache_service.prompt import Template
+from kvcache_service.tiers.disk import DiskTier
 from kvcache_service.tiers.host import HostTier
 
 LAYER_ZERO_TOLERANCE = 0.02  # relative L2; agreeing tokens stay below rounding, a slip by one token gives about 1
@@ -108,8 +110,9 @@ class LayerZero:
 class Memory:
     """Everything that is learned about one service's models and templates."""
 
-    def __init__(self, tier: HostTier) -> None:
+    def __init__(self, tier: HostTier, disk: DiskTier | None = None) -> None:
         self.tier = tier
+        self._disk = disk
         self.statistics: dict[Slot, RidgeStatistics] = {}
         self.fixed: dict[tuple[str, str, int], RunningMean] = {}
         self.fixed_bases: dict[tuple[str, str, int], FixedBase] = {}
@@ -128,6 +131,23 @@ class Memory:
     def exact_key(self, group: Group, context: str, start: int) -> str:
         """KV of tokens [start, end) behind exactly the tokens before; `context` is the key of all tokens to `end`."""
         return f"{group.tag}:exact:{context}:{start}"
+
+    def keep_exact(self, key: str, kv: Tensor) -> None:
+        """Store exact KV; on disk too, where there is one: its key says all that is needed to use it after a restart."""
+        self.tier.put(key, kv)
+        if self._disk is not None:
+            self._disk.offer(key, kv)
+
+    def promote(self, keys: Iterable[str]) -> None:
+        """Bring exact KV that only the disk still has back into the host tier. Reads files: call it without a lock."""
+        if self._disk is None:
+            return
+        for key in keys:
+            if not self.tier.has(key) and (kv := self._disk.get(key)) is not None:
+                try:
+                    self.tier.put(key, kv)
+                except KVCacheError:  # all of the tier is leased
+                    return
 
     def bases(self, group: Group, sample: str) -> list[Base]:
         """Bases of a sample whose tensors are still here, oldest first, whatever placeholder they came from. Lost ones are

@@ -16,7 +16,7 @@ from kvcache_service.engine.plan import Action, Blended, Blending, Mapped, Plan,
 from kvcache_service.geometry import Geometry
 from kvcache_service.kernels import cpu
 from kvcache_service.predictor import LinearMap
-from kvcache_service.prompt import Policy, Role, Span, Template, context_keys, tokens_key
+from kvcache_service.prompt import Policy, Role, Span, Template, tokens_key
 from kvcache_service.quality import Calibration
 
 
@@ -75,8 +75,8 @@ class Planner:
         self._trial = trial
         self._blending = trial.blending if trial is not None else Blending()
 
-    def plan(self, spans: Sequence[Span], policy: Policy) -> Plan:
-        contexts = context_keys(spans)
+    def plan(self, spans: Sequence[Span], contexts: Sequence[str], policy: Policy) -> Plan:
+        """contexts: context_keys of the spans."""
         if policy is Policy.OFF:
             segments = [_dense(span, Reason.POLICY_OFF) for span in spans]
         else:

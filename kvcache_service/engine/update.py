@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -186,13 +186,13 @@ class Update:
         """Store what belongs to this node alone. A full host tier refuses single tensors, never the turn."""
         zero = self._memory.layer_zero(self._turn.tenant, self._turn.geometry)
         for key, span, kv in self._exact:
-            if self._put(key, kv):
+            if self._kept(self._memory.keep_exact, key, kv):
                 zero.learn(span.token_ids, kv)
                 if _follows(span):
                     slot = (self._turn.tenant, self._turn.template.template_id, span.ordinal)
                     self._memory.fixed_bases.setdefault(slot, FixedBase(kv, span.start))
         for new in self._bases:
-            if new.kv is None or self._put(new.base.key, new.kv):
+            if new.kv is None or self._kept(self._memory.tier.put, new.base.key, new.kv):
                 self._memory.add_base(self._group, new.sample, new.base)
                 if new.kv is not None:
                     zero.learn(self._settlement.output_token_ids[: new.base.covered], new.kv)
@@ -223,9 +223,9 @@ class Update:
                 except KVCacheError:
                     self.refused.append("host tier full")
 
-    def _put(self, key: str, kv: Tensor) -> bool:
+    def _kept(self, put: Callable[[str, Tensor], None], key: str, kv: Tensor) -> bool:
         try:
-            self._memory.tier.put(key, kv)
+            put(key, kv)
         except KVCacheError:
             self.refused.append("host tier full")
             return False

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,3 +117,36 @@ def test_kv_of_other_tokens_is_refused(agent: Agent, service: ServiceProcess) ->
     call.settle()
     assert service.metrics()['kvcache_candidates_total{result="refused"}'] == 1
     assert ask(agent, [first[1], *first[1:]]).reused_tokens == 0
+
+
+def written(service: ServiceProcess) -> None:
+    """Wait until the disk has what it was given."""
+    deadline = time.monotonic() + 30
+    while service.metrics()["kvcache_disk_pending_bytes"]:
+        assert time.monotonic() < deadline, "nothing is written"
+
+
+def test_exact_kv_outlives_a_killed_service(
+    start_service: Callable[..., ServiceProcess], model: Any, tmp_path: Path, transport: str
+) -> None:
+    prompt = tokens(150, 12)
+    role = "You are the agent whose role prompt is worth keeping. "
+
+    def agents(client: KVCacheClient) -> tuple[Agent, Agent]:
+        shared = SharedModel(model, ByteTokenizer(), client)
+        return shared.agent("{prompt}", policy="exact"), shared.agent(role + "{question}")
+
+    with start_service(disk_dir=str(tmp_path)) as service, KVCacheClient(service.target, transport=transport) as client:
+        plain, talker = agents(client)
+        ask(plain, prompt)
+        talker.run({"question": "who?"}, max_new_tokens=1)
+        written(service)
+        service.process.kill()
+        service.process.wait()
+    with start_service(disk_dir=str(tmp_path)) as service, KVCacheClient(service.target, transport=transport) as client:
+        plain, talker = agents(client)
+        assert ask(plain, prompt).reused_tokens == 2 * CHUNK
+        answer = talker.run({"question": "why?"}, max_new_tokens=4)
+        assert answer.reused_tokens == len(role)
+        assert answer.token_ids == talker.run({"question": "why?"}, max_new_tokens=4, cache=False).token_ids
+        assert service.metrics()["kvcache_disk_damaged"] == 0

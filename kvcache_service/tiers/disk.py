@@ -1,0 +1,178 @@
+"""Disk tier: exact KV that outlives the process. One file per blob, written behind, least recently used first out.
+
+File: one line of JSON (key, dtype, shape, bytes, CRC-32), then the raw bytes. A file gets its name only when it is whole, and
+a damaged one is a miss and goes. So nothing half-written is ever served, whatever died and when.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import queue
+import threading
+import time
+import zlib
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+_SUFFIX, _UNFINISHED = ".kv", ".tmp"
+_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.uint8)}
+_PENDING_BYTES = 256 << 20  # blobs that wait to be written; more are not taken: a slow disk must not hold memory
+
+
+class DiskTier:
+    """Thread-safe. One process per directory. budget: bytes of blobs."""
+
+    def __init__(self, directory: Path, budget: int) -> None:
+        self.budget = budget
+        self._directory = directory
+        self._lock = threading.Lock()
+        self._sizes: OrderedDict[str, int] = OrderedDict()  # file name -> bytes, least recently used first
+        self._queue: queue.SimpleQueue[tuple[str, Tensor] | None] = queue.SimpleQueue()
+        self._pending = 0
+        self._last = 0
+        self.refused = 0  # blobs not taken because the writer is behind, or that the disk did not take
+        self.damaged = 0
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for path in directory.glob(f"*{_UNFINISHED}"):
+            path.unlink()
+        for path in sorted(directory.glob(f"*{_SUFFIX}"), key=lambda p: p.stat().st_mtime_ns):
+            self._sizes[path.name] = path.stat().st_size
+        with self._lock:
+            self._shrink()
+        self._writer = threading.Thread(target=self._write_behind, name="disk-writer", daemon=True)
+        self._writer.start()
+
+    def offer(self, key: str, blob: Tensor) -> None:
+        """Take a blob, to be written soon. It must not change afterwards."""
+        with self._lock:
+            if _name(key) in self._sizes:
+                return
+            if self._pending + blob.nbytes > min(_PENDING_BYTES, self.budget):
+                self.refused += 1
+                return
+            self._pending += blob.nbytes
+        self._queue.put((key, blob))
+
+    def get(self, key: str) -> Tensor | None:
+        """A copy of the blob, verified; None is a miss."""
+        name = _name(key)
+        with self._lock:
+            if name not in self._sizes:
+                return None
+            self._sizes.move_to_end(name)
+        path = self._directory / name
+        try:
+            blob = _read(path, key)
+            self._stamp(path)
+        except FileNotFoundError:  # evicted meanwhile
+            return None
+        except (OSError, ValueError) as error:
+            log.warning("%s is damaged: %s", path, error)
+            with self._lock:
+                self.damaged += 1
+                self._delete(name)
+            return None
+        return blob
+
+    def has(self, key: str) -> bool:
+        with self._lock:
+            return _name(key) in self._sizes
+
+    @property
+    def used_bytes(self) -> int:
+        with self._lock:
+            return sum(self._sizes.values())
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes taken but not written yet."""
+        return self._pending
+
+    def close(self) -> None:
+        """Write what was taken, then stop."""
+        self._queue.put(None)
+        self._writer.join()
+
+    def check(self) -> None:
+        """Assert the invariants; for tests and post-mortems."""
+        with self._lock:
+            found = {p.name: p.stat().st_size for p in self._directory.glob(f"*{_SUFFIX}")}
+            assert found == dict(self._sizes)
+            assert sum(found.values()) <= self.budget
+
+    def _write_behind(self) -> None:
+        while (item := self._queue.get()) is not None:
+            key, blob = item
+            try:
+                self._write(key, blob)
+            except OSError as error:
+                log.warning("not kept on disk: %s", error)
+                self.refused += 1
+            with self._lock:
+                self._pending -= blob.nbytes
+
+    def _write(self, key: str, blob: Tensor) -> None:
+        name = _name(key)
+        data = blob.contiguous().view(torch.uint8).numpy().data.cast("B")
+        head = {"key": key, "dtype": str(blob.dtype), "shape": list(blob.shape), "bytes": len(data), "crc": zlib.crc32(data)}
+        unfinished = self._directory / (name + _UNFINISHED)
+        try:
+            with unfinished.open("wb") as file:
+                file.write(json.dumps(head).encode() + b"\n")
+                file.write(data)
+            self._stamp(unfinished)
+            size = unfinished.stat().st_size
+            if size > self.budget:
+                raise OSError(f"{size} bytes are more than the disk budget")
+            unfinished.rename(self._directory / name)
+        except OSError:
+            unfinished.unlink(missing_ok=True)
+            raise
+        with self._lock:
+            self._sizes[name] = size
+            self._shrink()
+
+    def _stamp(self, path: Path) -> None:
+        """Every use is later than the one before, however coarse the clock: a restart reads the order off the files."""
+        with self._lock:
+            self._last = max(self._last + 1, time.time_ns())
+            os.utime(path, ns=(self._last, self._last))
+
+    def _shrink(self) -> None:
+        used = sum(self._sizes.values())
+        while used > self.budget:
+            name, size = next(iter(self._sizes.items()))
+            self._delete(name)
+            used -= size
+
+    def _delete(self, name: str) -> None:
+        self._sizes.pop(name, None)
+        with contextlib.suppress(OSError):
+            (self._directory / name).unlink()
+
+
+def _name(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest() + _SUFFIX
+
+
+def _read(path: Path, key: str) -> Tensor:
+    """Raises OSError or ValueError when the file is not what was written under the key."""
+    with path.open("rb") as file:
+        head: dict[str, Any] = json.loads(file.readline())
+        if head.get("key") != key or head.get("dtype") not in _DTYPES:
+            raise ValueError("another blob's header")
+        blob = torch.empty(head["shape"], dtype=_DTYPES[head["dtype"]])
+        data = blob.view(torch.uint8).numpy().data.cast("B")
+        if len(data) != head["bytes"] or file.readinto(data) != len(data) or zlib.crc32(data) != head["crc"]:
+            raise ValueError("bytes missing or changed")
+    return blob
