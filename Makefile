@@ -29,7 +29,7 @@ TEAMS := paper,reference,reposition,recompute,guarded
 results: $(READY)
 	$(BIN)/kvcache eval $(DATA:%=--dataset %) --settings A,B,C --warmup 48 --calibration 24 --requests 64 --seed 1 --policies $(SPANS) --json out/spans.json --png out/spans.png
 	$(BIN)/kvcache eval $(DATA:%=--dataset %) --settings agents --warmup 24 --calibration 16 --requests 22 --seed 1 --policies $(TEAMS) --json out/teams.json --png out/teams.png
-	$(BIN)/kvcache eval --dataset $(firstword $(DATA)) --settings agents --topology judge --warmup 48 --requests 24 --controls 0 --policies off,ungated,guarded --json out/judge.json --png out/judge.png
+	$(BIN)/kvcache eval --dataset $(firstword $(DATA)) --settings agents --topology judge --warmup 32 --calibration 12 --requests 24 --seed 1 --controls 0 --policies off,ungated,guarded --json out/judge.json --png out/judge.png
 	$(BIN)/python benchmarks/paper_tables.py $(firstword $(DATA))
 	$(BIN)/python benchmarks/results.py
 

@@ -17,7 +17,7 @@ from kvcache_service.evaluation.scenes import CONTINUATION
 
 ROOT = Path(__file__).parents[1]
 OUT, DOCS = ROOT / "out", ROOT / "docs"
-MADE = "Made by `{}` on two CPU cores, SmolLM2-135M-Instruct in float32."
+MADE = "Made by `{}` on two CPU cores, SmolLM2-135M-Instruct in float32. Compare times within one table only."
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -31,13 +31,11 @@ def interval(figures: Mapping[str, Any], key: str) -> str:
 
 
 def introduction(figures: Mapping[str, Any]) -> str:
-    options = figures["options"]
     return (
-        "# Policies on the same turns\n\n"
+        "## Policies on the same turns\n\n"
         + MADE.format("make results")
-        + f" Pools learn from {options['warmup']} questions and thresholds from {options['calibration']} more, all from the odd "
-        "lines of the datasets; even lines are measured. Distance is over the first 13 (A, B, C) or 32 (agents) next-token "
-        "positions of the dense continuation, brackets are 95 % bootstrap intervals. Every policy sees the same tokens and the "
+        + " Pools learn and thresholds are fitted on the odd lines of the datasets; even lines are measured. Distance "
+        "is over the first 13 (A, B, C) or 32 (agents) next-token positions of the dense continuation, brackets are 95 % bootstrap intervals. Every policy sees the same tokens and the "
         "same bases, those that the service itself keeps. A name with `:B+T` recomputes B leading tokens of each placeholder "
         "and T last prompt tokens; `reposition` and `recompute` use no offsets; `reference` is the paper's policy in the "
         "reference code's frame, with span weights from the mean absolute difference (there per token, K and V apart). `fresh` "
@@ -50,7 +48,9 @@ def evaluation(figures: Mapping[str, Any]) -> str:
     text = ""
     for name, policies in figures["settings"].items():
         n = next(iter(policies.values()))["n"]
-        text += f"## {_title(name, figures['options'])} (n = {n})\n\n"
+        learned, fitted = figures["options"]["warmup"], figures["options"]["calibration"]
+        text += f"### {_title(name, figures['options'])}\n\nn = {n}; pools learned from {learned} questions, thresholds "
+        text += f"from {fitted} more.\n\n"
         head = ["policy", "fresh", "KL mean", "KL p95", "top-1", "first divergence", "perplexity", "token reuse", "harm"]
         head += ["wrong accept", "wrong reject", "TTFT / dense p50 (p90)", "pool MB"]
         text += table(head, (_policy_row(policy, f) for policy, f in policies.items()))
@@ -118,7 +118,7 @@ def _notes(details: Mapping[str, Any]) -> str:
 def paper(figures: Mapping[str, Any]) -> str:
     options = figures["options"]
     text = (
-        "# The paper's tables on this model\n\n"
+        "## The paper's tables on this model\n\n"
         + MADE.format("make results")
         + " Tables 1, 5 and 6 are one run of five fully connected agents on GSM8K "
         f"(warm-up {options['warmup']}, calibration {options['calibration']}, {options['requests']} measured questions, four "
@@ -146,14 +146,14 @@ def _table_1(figures: Mapping[str, Any]) -> str:
         "The paper reports task accuracy. A model of 135M parameters does not solve these tasks, so agreement with its own dense "
         "answers stands instead: it is also the stricter measure.\n\n"
     )
-    return "## Table 1: agents\n\n" + table(head, rows) + note
+    return "### Table 1: agents\n\n" + table(head, rows) + note
 
 
 def _table_2_and_3(figures: Mapping[str, Any]) -> str:
     rows = figures["lengths"]
     longest = max((r["in"], r["out"]) for r in rows)
     by_agent = [r for r in rows if (r["in"], r["out"]) == longest]
-    text = f"## Table 2: TTFT by agent ({longest[0]} tokens in, {longest[1]} out, role prompts of 128)\n\n"
+    text = f"### Table 2: TTFT by agent ({longest[0]} tokens in, {longest[1]} out, role prompts of 128)\n\n"
     head = ["agent", "policy", "prompt", "TTFT dense", "TTFT", "speedup (min to max)"]
     text += table(
         head,
@@ -173,7 +173,7 @@ def _table_2_and_3(figures: Mapping[str, Any]) -> str:
         "Everything is counted: match, fetch, assembly, recomputed tokens, first forward; the paper's timer leaves out base "
         "forward, gate and copies. Lengths are shorter than the paper's (1K in, 512 out), which a CPU cannot prefill in "
         "reasonable time; the first agent's question is new in every scene, so it is dense and not listed.\n\n"
-        "## Table 3: speedup by length, median over agents 2 to 5\n\n"
+        "### Table 3: speedup by length, median over agents 2 to 5\n\n"
     )
     cells: dict[tuple[int, int], dict[str, list[float]]] = {}
     for r in rows:
@@ -200,7 +200,7 @@ def _table_4(figures: Mapping[str, Any]) -> str:
         for o in figures["order"]
     )
     return (
-        "## Table 4: order of requests, from cold pools\n\n"
+        "### Table 4: order of requests, from cold pools\n\n"
         + table(["order of length", "policy", "n", "call reuse", "token reuse", "KL mean", "top-1"], rows)
         + "Two reusing agents. The guarded policy waits for 12 samples in every slot, whatever their order; the paper's policy "
         "runs beside it on the same pools, which only the dense turns of the guarded one fill. In ascending order it finds no "
@@ -215,7 +215,7 @@ def _table_5(figures: Mapping[str, Any]) -> str:
         if set(name) <= {"✓", "–"}
     )
     return (
-        "## Table 5: alignment ablation of the paper's policy, gate open\n\n"
+        "### Table 5: alignment ablation of the paper's policy, gate open\n\n"
         + table(["rotation", "placeholder offsets", "following-segment offsets", "KL mean", "top-1"], rows)
         + "![Alignment ablation](alignment.png)\n\n"
     )
@@ -228,7 +228,7 @@ def _table_6(figures: Mapping[str, Any]) -> str:
         [n, f"{variants[n]['accept']:.0%}", f"{variants[n]['token_reuse']:.0%}", interval(variants[n], "kl_mean")] for n in names
     )
     return (
-        "## Table 6: γ and V of the paper's policy\n\n"
+        "### Table 6: γ and V of the paper's policy\n\n"
         + table(["", "turns reused", "token reuse", "KL mean over all turns"], rows)
         + "γ runs over smaller values than the paper's 0.1 to 0.9: on raw norms the softmax of this model is nearly one-hot, so "
         "its entropy is small and the gate opens early. V is varied by using the oldest V anchors, gate open.\n\n"
