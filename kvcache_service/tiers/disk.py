@@ -7,6 +7,7 @@ a damaged one is a miss and goes. So nothing half-written is ever served, whatev
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import logging
@@ -17,7 +18,7 @@ import time
 import zlib
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ _PENDING_BYTES = 256 << 20  # blobs that wait to be written; more are not taken:
 
 
 class DiskTier:
-    """Thread-safe. One process per directory. budget: bytes of blobs."""
+    """Thread-safe. budget: bytes of blobs. Raises ValueError when another service uses the directory."""
 
     def __init__(self, directory: Path, budget: int) -> None:
         self.budget = budget
@@ -43,6 +44,7 @@ class DiskTier:
         self.refused = 0  # blobs not taken because the writer is behind, or that the disk did not take
         self.damaged = 0
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._hold = _hold(directory)
         for path in directory.glob(f"*{_UNFINISHED}"):
             path.unlink()
         for path in sorted(directory.glob(f"*{_SUFFIX}"), key=lambda p: p.stat().st_mtime_ns):
@@ -102,6 +104,7 @@ class DiskTier:
         """Write what was taken, then stop."""
         self._queue.put(None)
         self._writer.join()
+        self._hold.close()
 
     def check(self) -> None:
         """Assert the invariants; for tests and post-mortems."""
@@ -117,7 +120,8 @@ class DiskTier:
                 self._write(key, blob)
             except OSError as error:
                 log.warning("not kept on disk: %s", error)
-                self.refused += 1
+                with self._lock:
+                    self.refused += 1
             with self._lock:
                 self._pending -= blob.nbytes
 
@@ -159,6 +163,17 @@ class DiskTier:
         self._sizes.pop(name, None)
         with contextlib.suppress(OSError):
             (self._directory / name).unlink()
+
+
+def _hold(directory: Path) -> IO[bytes]:
+    """Lock the directory for as long as the returned file is open; a killed process lets go."""
+    file = (directory / ".lock").open("wb")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ValueError(f"disk_dir {directory} is in use by another service; give each one its own") from None
+    return file
 
 
 def _name(key: str) -> str:

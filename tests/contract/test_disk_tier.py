@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,7 +77,7 @@ def test_an_unfinished_file_is_never_seen(tier: DiskTier) -> None:
     path.rename(path.with_name(path.name + ".tmp"))
     again = DiskTier(tier._directory, BUDGET)
     assert again.get("a") is None
-    assert list(again._directory.iterdir()) == []
+    assert [p.name for p in again._directory.iterdir()] == [".lock"]
     again.close()
 
 
@@ -107,8 +108,15 @@ def test_what_does_not_fit_is_refused_and_counted(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_takes_nothing_costs_the_blob_only(tier: DiskTier) -> None:
-    tier._directory.rmdir()
+    shutil.rmtree(tier._directory)
     tier.offer("a", blob(1))
     tier.close()
     assert tier.refused == 1
     assert tier.get("a") is None
+
+
+def test_two_services_cannot_share_a_directory(tier: DiskTier) -> None:
+    with pytest.raises(ValueError, match="in use by another service"):
+        DiskTier(tier._directory, BUDGET)
+    tier.close()
+    DiskTier(tier._directory, BUDGET).close()
