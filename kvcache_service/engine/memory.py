@@ -26,13 +26,17 @@ _LAYER_ZERO_ROWS = 8192
 
 @dataclass(frozen=True)
 class Base:
-    """Position-free KV of a sample in its origin context, where it began at `start`. covered: leading tokens with KV."""
+    """Position-free KV of a sample in its origin context, where it began at `start`. covered: leading tokens with KV.
+
+    produced: the placeholder that an answer was said for; "" for text that was read first.
+    """
 
     origin: str
     start: int
     covered: int
     taint: int
     key: str
+    produced: str = ""
 
 
 @dataclass(frozen=True, order=True)

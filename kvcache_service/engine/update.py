@@ -132,8 +132,9 @@ class Update:
             base = Base(f"{self._turn.template.template_id}:{span.ordinal}", span.start, len(span.token_ids), 0, key)
             self._bases.append(_NewBase(sample, base, None))
         elif not self._turn.holdout:
-            # Agents that say the same give a sample several bases: one pair of agents, one predictor is enough.
-            base = max(bases, key=lambda b: self._memory.samples(self._slot(span, b)))
+            # Agents that say the same give a sample several bases. Each pair of agents would be a slot of its own: the one that
+            # the placeholder is meant for is enough.
+            base = max(bases, key=lambda b: (b.produced == span.placeholder, self._memory.samples(self._slot(span, b))))
             if base.key != key:  # the base of an overlapping turn with this very prefix: no offset to learn from
                 self._collect_offset(span, kv, base, sample, following)
 
@@ -172,7 +173,7 @@ class Update:
         key = self._memory.base_key(self._group, produces, sample, origin)
         if any(b.origin == origin and b.taint <= taint for b in self._memory.bases(self._group, sample)):
             return
-        self._bases.append(_NewBase(sample, Base(origin, self._turn.plan.prompt_tokens, count, taint, key), kv))
+        self._bases.append(_NewBase(sample, Base(origin, self._turn.plan.prompt_tokens, count, taint, key, produces), kv))
 
     def commit(self) -> Commit | None:
         """What the catalog has to write in one step; None when the turn changes no pool."""
