@@ -360,3 +360,26 @@ def test_the_layer_zero_check_rejects_shifted_tokens(team: Team, service: Servic
     assert after['kvcache_candidates_total{result="refused"}'] == before['kvcache_candidates_total{result="refused"}'] + 1
     assert after["kvcache_host_used_bytes"] == before["kvcache_host_used_bytes"]
     assert after["kvcache_anchors"] == before["kvcache_anchors"]
+
+
+def test_agents_that_say_the_same_share_no_slot(model: Any, client: KVCacheClient) -> None:
+    """Every placeholder learns from the agent that it is meant for, once per turn, also where another one said the same."""
+    shared = SharedModel(model, ByteTokenizer(), client)
+    ann, bob = (shared.agent(f"You are {name}. {{question}} Now:", produces=name) for name in ("ann", "bob"))
+    reader = shared.agent("You read. {question} Ann: {ann} Bob: {bob} Now:")
+    for seed in range(6):
+        said = {"question": shared.encode(question(seed))}
+        alike = seed % 2 == 0
+        for agent, name, words in ((ann, "ann", 100 + seed), (bob, "bob", 100 + seed if alike else 200 + seed)):
+            call = agent.begin({"question": said["question"]}, max_new_tokens=TOKENS, policy="off")
+            call.prefill()
+            said[name] = shared.encode(question(words))[:TOKENS]
+            call.follow(said[name], stopped=False)
+            call.settle()
+        reader.run(said, max_new_tokens=2, policy="off")
+    [template] = [t for t in client.status().templates if t.template_id == reader.template_id()]
+    assert sorted((s.placeholder, s.origin, s.samples) for s in template.slots) == [
+        ("ann", f"{ann.template_id()}:output", 6),
+        ("bob", f"{bob.template_id()}:output", 6),
+        ("question", f"{ann.template_id()}:1", 6),
+    ]
