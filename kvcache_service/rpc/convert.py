@@ -128,7 +128,7 @@ def opened(value: Opened, lease_seconds: float) -> pb.OpenTurnReply:
                 fresh=segment.fresh,
                 anchors=segment.anchors,
                 probe=column,
-                probe_tokens=len(segment.probe),
+                probed=segment.probe,
                 corrected=segment.corrected,
                 novelty=segment.novelty,
             )

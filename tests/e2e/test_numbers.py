@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from kvcache_client import KVCacheClient
+from kvcache_proto.v1 import kvcache_pb2 as pb
 from torch import Tensor
 
 from kvcache_service.evaluation.service import ServiceProcess
@@ -107,3 +108,31 @@ def test_guarded_assembly_equals_the_equations(start_service: Callable[..., Serv
         # The role prompt is exact or computed, never approximated: no mean of it is kept.
         means = fixed[0].nbytes + fixed[0].nbytes // len(segments[2]) * len(segments[4])
         assert service.metrics()["kvcache_predictor_bytes"] == means + sum(s.nbytes for s in statistics.values())
+
+
+def test_probes_are_judged_at_their_own_positions(
+    start_service: Callable[..., ServiceProcess], model: Any, transport: str
+) -> None:
+    """Where the prompt ends in a sample, recomputed last tokens lie between the probed ones: residuals by hand, from dense KV."""
+    with start_service(boundary="3", trailing="12") as service, KVCacheClient(service.target, transport=transport) as client:
+        team = Team(model, client)
+        reader = team.shared.agent("You only read what is asked: {question}")
+        text = team.shared.encode(question(50))
+        for seed in range(4):
+            team.first.run({"question": question(seed)}, max_new_tokens=1)
+            reader.run({"question": question(seed)}, max_new_tokens=1)
+        team.first.run({"question": text}, max_new_tokens=1)
+        start = len(team.first.segments[0])
+        base = dense_kv(model, team.first.prompt({"question": text}))[:, :, start : start + len(text)]
+        call = reader.begin({"question": text}, max_new_tokens=1, trial=pb.Trial())
+        assert call._turn is not None
+        plan = call._turn.plan.segments[1]
+        assert set(plan.probed) < set(plan.fresh)
+        assert list(plan.probed) != list(plan.fresh)[:3], "else this text proves nothing: take another one"
+        call.prefill()
+        places = [p - plan.start for p in plan.probed]
+        moved = reference.place(base[:, :, places].double(), torch.tensor(list(plan.probed)), rope_of(model))
+        kept = call._cache.buffer[1:, :, list(plan.probed)].double()
+        unaided = float((kept - moved[1:]).square().sum() / kept.square().sum())
+        assert abs(call.answer.unaided - unaided) < 1e-3 * unaided
+        call.abort()

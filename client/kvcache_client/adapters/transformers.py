@@ -279,7 +279,7 @@ class Call:
                 turn = None
         self._cache = SlotCache(self._shared.view(turn) if turn is not None else self._shared.buffer(self._n + self._max_new))
         fresh = torch.tensor(turn.fresh) if turn is not None else torch.arange(self._n)
-        probe = [p for s in turn.plan.segments for p in s.fresh[: s.probe_tokens]] if turn is not None else []
+        probe = [p for s in turn.plan.segments for p in s.probed] if turn is not None else []
         corrected = self._cache.buffer[1:, :, probe].clone() if probe else None
         begun = self._clock()
         self._logits = self._forward(fresh)
@@ -400,7 +400,7 @@ class Call:
         fresh, corrected = self._cache.buffer[1:, :, probe].float(), corrected.float()
         done = 0
         for ordinal, segment in enumerate(turn.plan.segments):
-            count = segment.probe_tokens
+            count = len(segment.probed)
             if count:
                 rows = slice(done, done + count)
                 plain = self._cache.buffer[1:, :, segment.probe : segment.probe + count].float()

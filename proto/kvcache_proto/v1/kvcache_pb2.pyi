@@ -401,7 +401,7 @@ class Blending(_message.Message):
     def __init__(self, gamma: _Optional[float] = ..., max_anchors: _Optional[int] = ..., reference_weights: bool = ..., absolute_frame: bool = ..., no_rotation: bool = ..., no_placeholder_offsets: bool = ..., no_following_offsets: bool = ...) -> None: ...
 
 class SegmentPlan(_message.Message):
-    __slots__ = ("start", "tokens", "action", "reason", "fresh", "anchors", "probe", "probe_tokens", "corrected", "novelty")
+    __slots__ = ("start", "tokens", "action", "reason", "fresh", "anchors", "probe", "probed", "corrected", "novelty")
     START_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACTION_FIELD_NUMBER: _ClassVar[int]
@@ -409,7 +409,7 @@ class SegmentPlan(_message.Message):
     FRESH_FIELD_NUMBER: _ClassVar[int]
     ANCHORS_FIELD_NUMBER: _ClassVar[int]
     PROBE_FIELD_NUMBER: _ClassVar[int]
-    PROBE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROBED_FIELD_NUMBER: _ClassVar[int]
     CORRECTED_FIELD_NUMBER: _ClassVar[int]
     NOVELTY_FIELD_NUMBER: _ClassVar[int]
     start: int
@@ -419,10 +419,10 @@ class SegmentPlan(_message.Message):
     fresh: _containers.RepeatedScalarFieldContainer[int]
     anchors: int
     probe: int
-    probe_tokens: int
+    probed: _containers.RepeatedScalarFieldContainer[int]
     corrected: bool
     novelty: float
-    def __init__(self, start: _Optional[int] = ..., tokens: _Optional[int] = ..., action: _Optional[_Union[Action, str]] = ..., reason: _Optional[_Union[Reason, str]] = ..., fresh: _Optional[_Iterable[int]] = ..., anchors: _Optional[int] = ..., probe: _Optional[int] = ..., probe_tokens: _Optional[int] = ..., corrected: bool = ..., novelty: _Optional[float] = ...) -> None: ...
+    def __init__(self, start: _Optional[int] = ..., tokens: _Optional[int] = ..., action: _Optional[_Union[Action, str]] = ..., reason: _Optional[_Union[Reason, str]] = ..., fresh: _Optional[_Iterable[int]] = ..., anchors: _Optional[int] = ..., probe: _Optional[int] = ..., probed: _Optional[_Iterable[int]] = ..., corrected: bool = ..., novelty: _Optional[float] = ...) -> None: ...
 
 class OpenTurnReply(_message.Message):
     __slots__ = ("turn_id", "segments", "prompt_tokens", "claimable_prefix", "policy", "buffer_path", "buffer_bytes", "buffer_tokens", "lease_seconds", "predicted_reuse_seconds", "predicted_dense_seconds", "residual_limit", "ratio_limit", "match_seconds", "audit")
