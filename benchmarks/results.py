@@ -37,7 +37,7 @@ def introduction(figures: Mapping[str, Any]) -> str:
         + " Pools learn and thresholds are fitted on the odd lines of the datasets; even lines are measured. Distance "
         "is over the first 13 (A, B, C) or 32 (agents) next-token positions of the dense continuation, brackets "
         "are 95 % bootstrap intervals. Every policy sees the same tokens and the "
-        "same bases, those that the service itself keeps. A name with `:B+T` recomputes B leading tokens of each placeholder "
+        "same bases, those that the service itself keeps. A name with `:B+T` recomputes B tokens of each placeholder "
         "and T last prompt tokens; `reposition` and `recompute` use no offsets; `reference` is the paper's policy in the "
         "reference code's frame, with span weights from the mean absolute difference (there per token, K and V apart). `fresh` "
         "counts the tokens that were computed. Harm: farther from dense than re-positioned KV with the same recompute. Wrong "

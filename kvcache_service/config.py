@@ -34,7 +34,9 @@ class Config(BaseSettings):
     gamma: float = Field(0.3, gt=0, description="entropy gate of the paper policy")
     min_samples: int = Field(12, ge=1, description="verified samples before the guarded policy uses a slot")
     boundary: int = Field(
-        8, ge=0, description="leading tokens of every corrected placeholder that are recomputed and probed; one of fixed text"
+        8,
+        ge=0,
+        description="tokens of every placeholder, those most corrected, that are recomputed and probed; one of fixed text",
     )
     trailing: int = Field(32, ge=1, description="tokens of the last segment that are recomputed")
     max_taint: int = Field(4, ge=0, description="how often KV may build on approximated KV")

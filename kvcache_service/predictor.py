@@ -51,13 +51,17 @@ class LinearMap:
 
         base: canonical [layers, 2, tokens, kv_heads, head_dim].
         """
-        middle = len(base) // 2
-        rows = base[middle].transpose(1, 2).float()  # [2, kv_heads, tokens, head_dim]
-        offset = rows @ self.weight[middle].float() + self.bias[middle].float()[..., None, :]
-        lead = min(self.lead.shape[2], rows.shape[2])
-        offset[:, :, :lead] += self.lead[middle, :, :lead].float().transpose(1, 2)
-        energy = [x.square().sum((1, 3)) for x in (offset, rows)]  # [2, tokens] each
+        middle = slice(len(base) // 2, len(base) // 2 + 1)
+        rows = base[middle].transpose(2, 3).float()
+        energy = [x.square().sum((0, 2, 4)) for x in (self.offset(rows, middle), rows)]  # [2, tokens] each
         return (energy[0] / energy[1].clamp_min(1e-12)).sum(0)
+
+    def offset(self, rows: Tensor, layers: slice = slice(None)) -> Tensor:
+        """The predicted offset of rows [layers, 2, kv_heads, tokens, head_dim], float32, of these layers."""
+        out = rows @ self.weight[layers].float() + self.bias[layers].float()[..., None, :]
+        lead = min(LEAD, rows.shape[-2])
+        out[..., :lead, :] += self.lead[layers].transpose(2, 3)[..., :lead, :].float()
+        return out
 
 
 @dataclass(frozen=True)
@@ -149,11 +153,7 @@ class RidgeStatistics:
 
     def _judge(self, earlier: LinearMap, base: Tensor, target: Tensor) -> None:
         """Layer 0 stays at base and is left out. Layers count equally: each error is relative to its target's energy."""
-        rows = base.transpose(2, 3).float()
-        predicted = rows @ earlier.weight.float() + earlier.bias.float()[..., None, :]
-        lead = min(LEAD, rows.shape[-2])
-        predicted[..., :lead, :] += earlier.lead.transpose(2, 3)[..., :lead, :].float()
-        miss = (predicted - target)[1:].square().sum((-3, -2, -1))
+        miss = (earlier.offset(base.transpose(2, 3).float()) - target)[1:].square().sum((-3, -2, -1))
         plain = target[1:].square().sum((-3, -2, -1)).clamp_min(1e-12)
         self.error = _remember(self.error, float((miss / plain).mean()))
         # Leverage shrinks as 1/n: bring it to the size that the next sample will be compared at.
