@@ -22,7 +22,7 @@ from kvcache_service.quality import Calibration
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """min_samples: verified samples before a slot is used; boundary: leading tokens of every corrected placeholder that
+    """min_samples: verified samples before a slot is used; boundary: tokens of every placeholder that
     are recomputed and probed; trailing: tokens of the last segment that are recomputed; max_taint: cap on the taint depth of a
     base; max_error: held-out error of a predictor, relative to re-position only; gamma: the paper's gate;
     require_calibration: the guarded policy reuses nothing before its template is calibrated."""
