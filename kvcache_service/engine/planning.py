@@ -27,13 +27,13 @@ class PlanSettings:
     base; max_error: held-out error of a predictor, relative to re-position only; gamma: the paper's gate;
     require_calibration: the guarded policy reuses nothing before its template is calibrated."""
 
-    min_samples: int = 12
-    boundary: int = 4
-    trailing: int = 32
-    max_taint: int = 4
-    max_error: float = 1.0
-    gamma: float = matching.GAMMA
-    require_calibration: bool = True
+    min_samples: int
+    boundary: int
+    trailing: int
+    max_taint: int
+    max_error: float
+    gamma: float
+    require_calibration: bool
 
 
 @dataclass(frozen=True)
