@@ -27,7 +27,7 @@ DATA ?= ../shared/data/gsm8k.jsonl ../shared/data/humaneval.jsonl
 SPANS := paper,reference,reposition,reposition:4+4,recompute,guarded:0+1,guarded:4+4,guarded
 TEAMS := paper,reference,reposition,recompute,guarded
 results: $(READY)
-	$(BIN)/kvcache eval $(DATA:%=--dataset %) --settings A,B,C --warmup 48 --calibration 24 --requests 64 --seed 1 --policies $(SPANS) --json out/spans.json --png out/spans.png
+	$(BIN)/kvcache eval $(DATA:%=--dataset %) --settings A,B,C --warmup 160 --calibration 24 --requests 64 --seed 1 --policies $(SPANS) --json out/spans.json --png out/spans.png
 	$(BIN)/kvcache eval $(DATA:%=--dataset %) --settings agents --warmup 24 --calibration 16 --requests 22 --seed 1 --policies $(TEAMS) --json out/teams.json --png out/teams.png
 	$(BIN)/kvcache eval --dataset $(firstword $(DATA)) --settings agents --topology judge --warmup 32 --calibration 12 --requests 24 --seed 1 --controls 0 --policies off,ungated,guarded --json out/judge.json --png out/judge.png
 	$(BIN)/python benchmarks/paper_tables.py $(firstword $(DATA))

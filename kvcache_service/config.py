@@ -34,7 +34,7 @@ class Config(BaseSettings):
     gamma: float = Field(0.3, gt=0, description="entropy gate of the paper policy")
     min_samples: int = Field(12, ge=1, description="verified samples before the guarded policy uses a slot")
     boundary: int = Field(
-        8,
+        12,
         ge=0,
         description="tokens of every placeholder, those most corrected, that are recomputed and probed; one of fixed text",
     )
