@@ -18,33 +18,34 @@ from kvcache_service.kernels import cpu
 def assemble(out: Tensor, plan: Plan, geometry: Geometry, reserve: int) -> None:
     """out: the turn's buffer [layers, 2, columns, kv_heads, head_dim]; every reused column is written once."""
     probe_column = plan.prompt_tokens + reserve
+    writes = []
     for segment in plan.segments:
         if segment.source is None:
             continue
         start, covered = segment.span.start, segment.source.base.shape[2]
-        positions = torch.arange(start, start + covered)
-        rotation = cpu.Rotation.into_place(geometry.rope, positions)
-        cpu.write_segment(out[:, :, start : start + covered], _kernel_source(segment.source), rotation)
+        rotation = cpu.Rotation.into_place(geometry.rope, torch.arange(start, start + covered))
+        writes.append(_write(out[:, :, start : start + covered], segment.source, rotation))
         if segment.probe:
-            _write_probe(out, segment, segment.source.base, geometry, probe_column)
+            columns = out[:, :, probe_column : probe_column + len(segment.probe)]
+            writes.append(_write_probe(columns, segment, segment.source.base, geometry))
             probe_column += len(segment.probe)
+    cpu.write(writes, geometry.layers, fetched_tokens(plan) * geometry.token_bytes)
 
 
-def _write_probe(out: Tensor, segment: SegmentPlan, base: Tensor, geometry: Geometry, column: int) -> None:
+def _write_probe(columns: Tensor, segment: SegmentPlan, base: Tensor, geometry: Geometry) -> cpu.LayerWrite:
     positions = torch.tensor(segment.probe)
     rows = base[:, :, positions - segment.span.start]
-    rotation = cpu.Rotation.into_place(geometry.rope, positions)
-    cpu.write_segment(out[:, :, column : column + len(positions)], cpu.plain(rows), rotation)
+    return cpu.plain(columns, rows, cpu.Rotation.into_place(geometry.rope, positions))
 
 
-def _kernel_source(source: Source) -> cpu.LayerSource:
+def _write(out: Tensor, source: Source, rotation: cpu.Rotation) -> cpu.LayerWrite:
     match source:
         case Repositioned(base):
-            return cpu.plain(base)
+            return cpu.plain(out, base, rotation)
         case Blended(base, offsets, weights):
-            return cpu.blended(base, offsets, weights)
+            return cpu.blended(out, base, offsets, weights, rotation)
         case Mapped(base, map):
-            return cpu.mapped(base, map.weight, map.bias, map.lead)
+            return cpu.mapped(out, base, map.weight, map.bias, map.lead, rotation)
 
 
 def take_out(kv: Tensor, start: int, geometry: Geometry) -> Tensor:

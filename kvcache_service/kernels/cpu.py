@@ -1,27 +1,43 @@
-"""CPU backend in torch: one layer at a time, so that temporaries stay in cache; accumulates in float32, rounds once."""
+"""CPU backend: one pass over the bytes, layers shared out to threads; accumulates in float32, rounds once.
+
+A segment is written layer by layer, so that layer 0 of a turn is complete first. Matrix products are torch's; all else
+is one numba loop that reads, adds, rotates and rounds, and that runs without the interpreter's lock.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcache_service.geometry import Pairing, Rope
-from kvcache_service.kernels import reference
+from kvcache_service.kernels import loops, reference
 
-# What a segment is before rotation: layer index -> [2, tokens, kv_heads, head_dim] in float32.
-LayerSource = Callable[[int], Tensor]
+# Writes one layer of one segment.
+LayerWrite = Callable[[int], None]
+Array = NDArray[np.generic]
+
+# How numba sees each dtype: it knows neither 16-bit float, so their bits travel as these integers.
+_BITS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float16: torch.int16}
+_TILE_BYTES = 512 << 10  # of a matrix product's result: it must still be in cache when it is rotated
+_ALONE_BYTES = 128 << 10  # jobs below are not worth a hand-over to other threads
+_THREADS = len(os.sched_getaffinity(0))
+_WORKERS = ThreadPoolExecutor(_THREADS, "kernel")
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """cos and sin of one token run, float32 [tokens, 1, rotary_dim / 2], attention_scaling multiplied in."""
+    """cos and sin of one token run, float32 [tokens, rotary_dim / 2], attention_scaling multiplied in."""
 
-    rope: Rope
-    cos: Tensor
-    sin: Tensor
+    cos: NDArray[np.float32]
+    sin: NDArray[np.float32]
+    interleaved: bool
 
     @classmethod
     def into_place(cls, rope: Rope, positions: Tensor) -> Rotation:
@@ -40,69 +56,59 @@ class Rotation:
 
     @classmethod
     def _of(cls, rope: Rope, positions: Tensor, factor: float) -> Rotation:
-        angle = reference.angles(rope, positions)[:, None, :]
-        return cls(rope, (angle.cos() * factor).float(), (angle.sin() * factor).float())
-
-    def write(self, out: Tensor, keys: Tensor) -> None:
-        """out[...] = rotated keys; both [tokens, heads, head_dim], keys float32. `out` must not alias `keys`."""
-        dim = self.rope.rotary_dim
-        if self.rope.pairing is Pairing.HALF_SPLIT:
-            first, second = slice(0, dim // 2), slice(dim // 2, dim)
-        else:
-            first, second = slice(0, dim, 2), slice(1, dim, 2)
-        a, b = keys[..., first], keys[..., second]
-        out[..., first] = torch.addcmul(a * self.cos, b, self.sin, value=-1.0)
-        out[..., second] = torch.addcmul(b * self.cos, a, self.sin)
-        if dim < keys.shape[-1]:
-            out[..., dim:] = keys[..., dim:]
+        angle = reference.angles(rope, positions)
+        cos, sin = (angle.cos() * factor).float(), (angle.sin() * factor).float()
+        return cls(cos.numpy(), sin.numpy(), rope.pairing is Pairing.INTERLEAVED)
 
 
-def write_segment(out: Tensor, source: LayerSource, rotation: Rotation) -> None:
-    """Assemble one segment: each output byte is written once.
+def write(writes: Sequence[LayerWrite], layers: int, size: int) -> None:
+    """Run `writes` for every layer, lowest first, on all cores. size: bytes that they write in all."""
+    parts = min(_THREADS, layers) if size > _ALONE_BYTES else 1
 
-    out: [layers, 2, tokens, kv_heads, head_dim], a view of the turn's buffer in the model's dtype.
+    def part(number: int) -> None:
+        for layer in range(number, layers, parts):
+            for one in writes:
+                one(layer)
+
+    others = [_WORKERS.submit(part, number) for number in range(1, parts)]
+    try:
+        part(0)
+    finally:
+        for other in others:
+            other.result()
+
+
+def plain(out: Tensor, base: Tensor, rotation: Rotation) -> LayerWrite:
+    """Re-position only. out, base: [layers, 2, tokens, kv_heads, head_dim]; out may be a column range of a buffer."""
+    target, source = _array(out), _array(base)
+    nothing = np.zeros((1, *source.shape[3:]), np.float32)
+
+    def layer_write(layer: int) -> None:
+        _rotate(target[layer, 0], source[layer, 0], nothing, rotation)
+        loops.add(target[layer, 1], source[layer, 1], nothing)
+
+    return layer_write
+
+
+def blended(out: Tensor, base: Tensor, offsets: Sequence[Tensor], weights: Sequence[float], rotation: Rotation) -> LayerWrite:
+    """Paper policy: base + Σ w·offset (Eq. 6, 7). Layer 0 depends on token and position only and stays at base.
+
+    offsets: as base, perhaps with more tokens.
     """
-    for layer in range(out.shape[0]):
-        kv = source(layer)
-        rotation.write(out[layer, 0], kv[0])
-        out[layer, 1] = kv[1]
-
-
-def canonicalise(kv: Tensor, positions: Tensor, rope: Rope) -> Tensor:
-    """Position-free copy of observed KV, in the dtype of `kv`."""
-    out = torch.empty_like(kv, memory_format=torch.contiguous_format)
-    write_segment(out, lambda layer: kv[layer].float(), Rotation.out_of_place(rope, positions))
-    return out
-
-
-def shift(kv: Tensor, positions: int, rope: Rope) -> Tensor:
-    """A copy whose keys are turned by `positions`, to compare with policies that lack the canonical frame."""
-    out = torch.empty_like(kv, memory_format=torch.contiguous_format)
-    write_segment(out, lambda layer: kv[layer].float(), Rotation.by(rope, positions, kv.shape[2]))
-    return out
-
-
-def plain(base: Tensor) -> LayerSource:
-    """Re-position only."""
-    return lambda layer: base[layer].float()
-
-
-def blended(base: Tensor, offsets: Sequence[Tensor], weights: Sequence[float]) -> LayerSource:
-    """Paper policy: base + Σ w·offset (Eq. 6, 7). Layer 0 depends on token and position only and stays at base."""
     tokens = base.shape[2]
 
-    def source(layer: int) -> Tensor:
+    def layer_write(layer: int) -> None:
         kv = base[layer].float()
         if layer:
             kv = kv.clone() if kv.dtype == base.dtype else kv
             for offset, weight in zip(offsets, weights, strict=True):
                 kv.add_(offset[layer, :, :tokens].float(), alpha=weight)
-        return kv
+        plain(out[layer, None], kv[None], rotation)(0)
 
-    return source
+    return layer_write
 
 
-def mapped(base: Tensor, weight: Tensor, bias: Tensor, lead: Tensor) -> LayerSource:
+def mapped(out: Tensor, base: Tensor, weight: Tensor, bias: Tensor, lead: Tensor, rotation: Rotation) -> LayerWrite:
     """Guarded policy: a linear map per (layer, K/V, head) plus an own bias for the leading tokens.
 
     base [layers, 2, tokens, kv_heads, head_dim]
@@ -110,18 +116,62 @@ def mapped(base: Tensor, weight: Tensor, bias: Tensor, lead: Tensor) -> LayerSou
     bias [layers, 2, kv_heads, head_dim]
     lead [layers, 2, lead_tokens, kv_heads, head_dim], cut to the segment's length
     """
-    heads = base.shape[3]
-    lead_tokens = min(lead.shape[2], base.shape[2])
+    target, at_base = _array(out), plain(out, base, rotation)
+    tokens, heads, dim = base.shape[2:]
+    tile = max(1, _TILE_BYTES // (heads * dim * 4))
 
-    def source(layer: int) -> Tensor:
-        kv = base[layer].float()
+    def layer_write(layer: int) -> None:
         if not layer:
-            return kv
-        tokens = kv.transpose(1, 2).flatten(0, 1)  # [2 * heads, tokens, head_dim]
-        shifted = tokens + bias[layer].float().flatten(0, 1)[:, None]
-        moved = torch.baddbmm(shifted, tokens, weight[layer].float().flatten(0, 1))
-        out = moved.unflatten(0, (2, heads)).transpose(1, 2)
-        out[:, :lead_tokens] += lead[layer, :, :lead_tokens]
-        return out
+            return at_base(layer)
+        # base + base·W = base·(I + W): one product, nothing to add afterwards but the bias of the token's place.
+        matrix = weight[layer].float().clone()
+        matrix.diagonal(dim1=-2, dim2=-1).add_(1.0)
+        own = bias[layer, :, None].float()
+        places = torch.cat([own + lead[layer].float(), own], 1).numpy()
+        moved = torch.empty(min(tile, tokens), heads, dim)
+        for part in (0, 1):
+            for start in range(0, tokens, tile):
+                end = min(start + tile, tokens)
+                result = moved[: end - start]
+                torch.bmm(base[layer, part, start:end].float().transpose(0, 1), matrix[part], out=result.transpose(0, 1))
+                chunk, places_here = target[layer, part, start:end], places[part, min(start, len(places[part]) - 1) :]
+                if part:
+                    loops.add(chunk, result.numpy(), places_here)
+                else:
+                    _rotate(chunk, result.numpy(), places_here, rotation, start)
+        return None
 
-    return source
+    return layer_write
+
+
+def canonicalise(kv: Tensor, positions: Tensor, rope: Rope) -> Tensor:
+    """Position-free copy of observed KV, in the dtype of `kv`."""
+    return _turned(kv, Rotation.out_of_place(rope, positions))
+
+
+def shift(kv: Tensor, positions: int, rope: Rope) -> Tensor:
+    """A copy whose keys are turned by `positions`, to compare with policies that lack the canonical frame."""
+    return _turned(kv, Rotation.by(rope, positions, kv.shape[2]))
+
+
+def prepare(dtype: torch.dtype, rope: Rope, head_dim: int) -> None:
+    """Compile the loops for a model's dtype, so that no turn waits for it."""
+    base = torch.zeros(2, 2, 1, 1, head_dim, dtype=dtype)
+    rotation = Rotation.by(rope, 1, 1)
+    write([plain(torch.empty_like(base), base, rotation), blended(torch.empty_like(base), base, (), (), rotation)], 2, 0)
+
+
+def _turned(kv: Tensor, rotation: Rotation) -> Tensor:
+    out = torch.empty_like(kv, memory_format=torch.contiguous_format)
+    write([plain(out, kv, rotation)], len(kv), kv.nbytes)
+    return out
+
+
+def _rotate(out: Array, keys: Array, places: Array, rotation: Rotation, start: int = 0) -> None:
+    end = start + len(keys)
+    loops.add_and_rotate(out, keys, places, rotation.cos[start:end], rotation.sin[start:end], rotation.interleaved)
+
+
+def _array(tensor: Tensor) -> Array:
+    array: Array = tensor.view(_BITS[tensor.dtype]).numpy()
+    return array

@@ -129,12 +129,13 @@ def test_canonical_frame_is_one_frame(rope_dim: tuple[Rope, int], tokens: int, h
     st.integers(1, 9),
     st.integers(1, 3),
     st.sampled_from([(torch.float32, 1e-6), (torch.float16, 1e-3), (torch.bfloat16, 4e-3)]),
+    st.sampled_from([0, 1 << 30]),
 )
 @settings(deadline=None, max_examples=60)
 def test_cpu_backend_matches_float64(
-    rope_dim: tuple[Rope, int], tokens: int, heads: int, precision: tuple[torch.dtype, float]
+    rope_dim: tuple[Rope, int], tokens: int, heads: int, precision: tuple[torch.dtype, float], size: int
 ) -> None:
-    """Every source, on a buffer with guard columns that must stay untouched."""
+    """Every source, on a buffer with guard columns that must stay untouched; on one thread and on all."""
     rope, dim = rope_dim
     dtype, tolerance = precision
     layers = 2
@@ -153,19 +154,57 @@ def test_cpu_backend_matches_float64(
     blended = reference.blend(base, offsets, torch.tensor(weights))
     for expected in (mapped, blended):
         expected[0] = base[0].double()  # layer 0 stays at base
+    rotation = cpu.Rotation.into_place(rope, positions)
     cases = [
-        (cpu.plain(base), base.double()),
-        (cpu.blended(base, offsets, weights), blended),
-        (cpu.mapped(base, weight, bias, lead), mapped),
+        (lambda out: cpu.plain(out, base, rotation), base.double()),
+        (lambda out: cpu.blended(out, base, offsets, weights, rotation), blended),
+        (lambda out: cpu.mapped(out, base, weight, bias, lead, rotation), mapped),
     ]
-    for source, expected in cases:
+    for prepared, expected in cases:
         out = torch.full((layers, 2, tokens + 2, heads, dim), -777.0, dtype=dtype)
-        cpu.write_segment(out[:, :, 1:-1], source, cpu.Rotation.into_place(rope, positions))
+        cpu.write([prepared(out[:, :, 1:-1])], layers, size)
         placed = reference.place(expected, positions, rope)
         error = (out[:, :, 1:-1].double() - placed).norm() / placed.norm()
         assert error <= tolerance
         assert (out[:, :, 0] == -777.0).all()
         assert (out[:, :, -1] == -777.0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_long_segment_is_corrected_in_tiles(dtype: torch.dtype) -> None:
+    """More tokens than one matrix product takes, on every layer and core: biases of leading tokens stay where they belong."""
+    rope = Rope("default", (1.0, 0.1, 0.01, 0.001), 1.0, Pairing.HALF_SPLIT, 8)
+    layers, tokens, heads, dim = 3, 9000, 2, 8
+    draw = torch.Generator().manual_seed(3)
+    base = torch.randn(layers, 2, tokens, heads, dim, generator=draw).to(dtype)
+    weight, bias = torch.randn(layers, 2, heads, dim, dim, generator=draw), torch.randn(layers, 2, heads, dim, generator=draw)
+    lead = torch.randn(layers, 2, 5, heads, dim, generator=draw)
+    places = bias[:, :, None].expand(-1, -1, tokens, -1, -1).clone()
+    places[:, :, :5] += lead
+    expected = reference.linear(base, weight, places)
+    expected[0] = base[0].double()
+    out = torch.empty_like(base)
+    rotation = cpu.Rotation.into_place(rope, torch.arange(tokens))
+    cpu.write([cpu.mapped(out, base, weight, bias, lead, rotation)], layers, out.nbytes)
+    placed = reference.place(expected, torch.arange(tokens), rope)
+    error = (out.double() - placed).norm(dim=(-1, -2)) / placed.norm(dim=(-1, -2)).clamp_min(1e-3)
+    assert error.max() <= {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
+
+
+def test_rounding_is_to_nearest_even() -> None:
+    """All 16-bit patterns survive, and float32 values round as torch rounds them; NaN stays NaN."""
+    rope = Rope("default", (0.0,), 1.0, Pairing.HALF_SPLIT, 2)
+    draw = torch.Generator().manual_seed(5)
+    wide = torch.randn(1, 2, 4096, 1, 2, generator=draw) * torch.logspace(-6, 4, 4096)[:, None, None]
+    wide[0, 1, 0, 0, 0] = float("nan")
+    rotation = cpu.Rotation.by(rope, 0, 4096)
+    for dtype in (torch.bfloat16, torch.float16):
+        out = torch.empty_like(wide, dtype=dtype)
+        cpu.write([cpu.plain(out, wide, rotation)], 1, 0)
+        torch.testing.assert_close(out, wide.to(dtype), rtol=0, atol=0, equal_nan=True)
+        again = torch.empty_like(out)
+        cpu.write([cpu.plain(again, out, rotation)], 1, 0)
+        torch.testing.assert_close(again, out, rtol=0, atol=0, equal_nan=True)
 
 
 def test_canonicalise_on_cpu_matches_float64() -> None:
