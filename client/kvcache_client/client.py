@@ -19,6 +19,7 @@ from kvcache_proto.v1.tensors import frames
 
 from kvcache_client.buffers import Buffers
 from kvcache_client.errors import CacheError, from_rpc
+from kvcache_client.stubs import KVCacheStub, TurnsStub
 from kvcache_client.turn import Turn
 
 PROTOCOL = 1
@@ -63,8 +64,8 @@ class KVCacheClient:
             ("grpc.use_local_subchannel_pool", 1),
         ]
         self._channel = grpc.insecure_channel(target, options=options)
-        self._kvcache = kvcache_pb2_grpc.KVCacheStub(self._channel)
-        self._turns = kvcache_pb2_grpc.TurnsStub(self._channel)
+        self._kvcache = KVCacheStub(self._channel)
+        self._turns = TurnsStub(self._channel)
         self._quality = kvcache_pb2_grpc.QualityStub(self._channel)
         self._transport = transport
         self._timeout = timeout
@@ -129,10 +130,9 @@ class KVCacheClient:
         shape = (model.layers, 2, len(token_ids), model.kv_heads, model.head_dim)
         header = pb.PutHeader(model_id=model_id, token_ids=token_ids, dtype=model.dtype, shape=shape)
 
-        def requests() -> Iterator[pb.PutRequest]:
+        def requests() -> Iterator[pb.PutRequest | bytes]:
             yield pb.PutRequest(header=header)
-            for frame in frames(kv, [(0, kv.nbytes)]):
-                yield pb.PutRequest(frame=frame)
+            yield from frames(pb.PutRequest, kv, [(0, kv.nbytes)])
 
         try:
             existed: bool = self._call(self._kvcache.Put, requests()).existed

@@ -9,12 +9,13 @@ from types import TracebackType
 from typing import TypeVar
 
 import grpc
+from kvcache_proto.v1 import codec
 from kvcache_proto.v1 import kvcache_pb2 as pb
-from kvcache_proto.v1 import kvcache_pb2_grpc
 from kvcache_proto.v1.tensors import FrameError, FrameWriter, frames, ranges
 
 from kvcache_client.buffers import Buffers
 from kvcache_client.errors import CacheError, from_rpc
+from kvcache_client.stubs import KVCacheStub, TurnsStub
 
 Reply = TypeVar("Reply")
 
@@ -28,8 +29,8 @@ class Turn:
 
     def __init__(
         self,
-        stub: kvcache_pb2_grpc.TurnsStub,
-        kvcache: kvcache_pb2_grpc.KVCacheStub,
+        stub: TurnsStub,
+        kvcache: KVCacheStub,
         plan: pb.OpenTurnReply,
         buffers: Buffers,
         *,
@@ -83,7 +84,9 @@ class Turn:
         def read() -> None:
             nonlocal summary
             for reply in self._stub.FetchTurn(pb.FetchTurnRequest(turn_id=self.plan.turn_id), timeout=self._timeout):
-                if reply.WhichOneof("part") == "frame":
+                if isinstance(reply, codec.Frame):
+                    writer.write(reply)
+                elif reply.WhichOneof("part") == "frame":
                     writer.write(reply.frame)
                 else:
                     summary = reply.summary
@@ -99,11 +102,10 @@ class Turn:
         """Hand over KV that the worker computed at positions [start, start + tokens)."""
         header = pb.ObserveHeader(turn_id=self.plan.turn_id, start=start, tokens=tokens, dtype=self._dtype)
 
-        def requests() -> Iterator[pb.ObserveRequest]:
+        def requests() -> Iterator[pb.ObserveRequest | bytes]:
             yield pb.ObserveRequest(header=header)
             if self._private is not None:
-                for frame in frames(self.buffer, self._wire([(start, start + tokens)])):
-                    yield pb.ObserveRequest(frame=frame)
+                yield from frames(pb.ObserveRequest, self.buffer, self._wire([(start, start + tokens)]))
 
         self._call(lambda: self._stub.Observe(requests(), timeout=self._timeout))
 

@@ -13,9 +13,9 @@ from grpc_health.v1 import _async as health_aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from kvcache_proto.v1 import kvcache_pb2 as pb
-from kvcache_proto.v1 import kvcache_pb2_grpc
 
 from kvcache_service.engine.engine import Engine
+from kvcache_service.rpc import methods
 from kvcache_service.rpc.servicers import KVCacheServicer, QualityServicer, TurnsServicer
 from kvcache_service.telemetry import Telemetry
 
@@ -51,9 +51,13 @@ class Server:
         ]
         self._server = grpc.aio.server(options=options)
         kvcache = KVCacheServicer(engine, telemetry, executor, host_id=host_id, shared_memory_dir=shared_memory_dir)
-        kvcache_pb2_grpc.add_KVCacheServicer_to_server(kvcache, self._server)
-        kvcache_pb2_grpc.add_TurnsServicer_to_server(TurnsServicer(engine, telemetry, executor, settling), self._server)
-        kvcache_pb2_grpc.add_QualityServicer_to_server(QualityServicer(engine, telemetry, executor), self._server)
+        servicers = {
+            "KVCache": kvcache,
+            "Turns": TurnsServicer(engine, telemetry, executor, settling),
+            "Quality": QualityServicer(engine, telemetry, executor),
+        }
+        services = pb.DESCRIPTOR.services_by_name
+        self._server.add_generic_rpc_handlers([methods.handler(services[name], servicers[name]) for name in services])
         self._health = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = [s.full_name for s in pb.DESCRIPTOR.services_by_name.values()]

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 import torch
+from kvcache_proto.v1 import codec
 from kvcache_proto.v1 import kvcache_pb2 as pb
-from kvcache_proto.v1 import kvcache_pb2_grpc
 from kvcache_proto.v1.tensors import FRAME_BYTES, FrameError, FrameWriter, frames, ranges
 from torch import Tensor
 
@@ -47,7 +47,7 @@ class _Base:
         return translated(context, self._telemetry)
 
 
-class KVCacheServicer(_Base, kvcache_pb2_grpc.KVCacheServicer):
+class KVCacheServicer(_Base):
     """Sessions, registration and exact prefixes."""
 
     def __init__(
@@ -99,7 +99,7 @@ class KVCacheServicer(_Base, kvcache_pb2_grpc.KVCacheServicer):
             template_id, missing = await self._run(self._engine.register_template, TENANT, convert.template(request))
             return pb.RegisterTemplateReply(template_id=template_id, missing=missing)
 
-    async def Put(self, requests: AsyncIterator[pb.PutRequest], context: Context) -> pb.PutReply:
+    async def Put(self, requests: AsyncIterator[pb.PutRequest | codec.Frame], context: Context) -> pb.PutReply:
         async with self._translated(context):
             header = (await _first(requests)).header
             shape = tuple(header.shape)
@@ -115,7 +115,7 @@ class KVCacheServicer(_Base, kvcache_pb2_grpc.KVCacheServicer):
             return pb.ReleaseReply(released=await self._run(self._engine.release, TENANT, request.turn_id))
 
 
-class TurnsServicer(_Base, kvcache_pb2_grpc.TurnsServicer):
+class TurnsServicer(_Base):
     """One turn: open, fetch, observe, settle. Settling has threads of its own: a slow metadata store stops no other call."""
 
     def __init__(self, engine: Engine, telemetry: Telemetry, executor: Executor, settling: Executor) -> None:
@@ -152,18 +152,21 @@ class TurnsServicer(_Base, kvcache_pb2_grpc.TurnsServicer):
             await self._run(self._engine.release, TENANT, opened.turn.turn_id)
             raise
 
-    async def FetchTurn(self, request: pb.FetchTurnRequest, context: Context) -> AsyncIterator[pb.FetchTurnReply]:
+    async def FetchTurn(self, request: pb.FetchTurnRequest, context: Context) -> AsyncIterator[pb.FetchTurnReply | bytes]:
         async with self._translated(context):
             turn, seconds = await self._run(self._engine.assemble, TENANT, request.turn_id)
             sent = 0
             if not turn.buffer.path:
-                stream = frames(_memory(turn.buffer.bytes), _wire(turn, convert.fetch_ranges(turn)))
-                while (frame := await self._run(next, stream, None)) is not None:
-                    sent += len(frame.data)
-                    yield pb.FetchTurnReply(frame=frame)
+                wire = _wire(turn, convert.fetch_ranges(turn))
+                sent = sum(length for _, length in wire)
+                stream = frames(pb.FetchTurnReply, _memory(turn.buffer.bytes), wire)
+                upcoming = asyncio.ensure_future(self._run(next, stream, None))
+                while (message := await upcoming) is not None:
+                    upcoming = asyncio.ensure_future(self._run(next, stream, None))
+                    yield message
             yield pb.FetchTurnReply(summary=pb.FetchSummary(assembly_seconds=seconds, bytes=sent))
 
-    async def Observe(self, requests: AsyncIterator[pb.ObserveRequest], context: Context) -> pb.ObserveReply:
+    async def Observe(self, requests: AsyncIterator[pb.ObserveRequest | codec.Frame], context: Context) -> pb.ObserveReply:
         async with self._translated(context):
             header = (await _first(requests)).header
             turn = await self._run(
@@ -190,7 +193,7 @@ class TurnsServicer(_Base, kvcache_pb2_grpc.TurnsServicer):
             )
 
 
-class QualityServicer(_Base, kvcache_pb2_grpc.QualityServicer):
+class QualityServicer(_Base):
     """Calibration and audited quality."""
 
     async def Calibrate(self, request: pb.CalibrateRequest, context: Context) -> pb.CalibrateReply:
@@ -224,22 +227,24 @@ def _wire(turn: Turn, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]
     return ranges(geometry.layers * 2, turn.columns, row, spans)
 
 
-async def _first(requests: AsyncIterator[Result]) -> Result:
+async def _first(requests: AsyncIterator[Result | codec.Frame]) -> Result:
     async for request in requests:
-        if request.WhichOneof("part") != "header":  # type: ignore[attr-defined]
+        if isinstance(request, codec.Frame) or request.WhichOneof("part") != "header":  # type: ignore[attr-defined]
             break
         return request
     raise invalid("header", "the stream does not begin with one", "send the header first")
 
 
 async def _receive(
-    requests: AsyncIterator[pb.PutRequest] | AsyncIterator[pb.ObserveRequest], buffer: memoryview, wire: Sequence[tuple[int, int]]
+    requests: AsyncIterator[pb.PutRequest | codec.Frame] | AsyncIterator[pb.ObserveRequest | codec.Frame],
+    buffer: memoryview,
+    wire: Sequence[tuple[int, int]],
 ) -> int:
     """Write the frames that follow a header. Damaged or ill-fitting frames end the call; nothing is kept."""
     writer = FrameWriter(buffer, wire)
     try:
         async for request in requests:
-            writer.write(request.frame)
+            writer.write(request if isinstance(request, codec.Frame) else request.frame)
         writer.finish()
     except FrameError as error:
         raise KVCacheError(

@@ -6,13 +6,17 @@ import hashlib
 import os
 import subprocess
 import sys
+import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvcache_client.adapters.audit import Distance, compare
+from kvcache_proto.v1 import codec
 from kvcache_proto.v1 import kvcache_pb2 as pb
 from kvcache_proto.v1.tensors import FrameError, FrameWriter, frames, ranges
 from pydantic import ValidationError
@@ -116,21 +120,64 @@ def test_frames_carry_exactly_the_chosen_columns(planes: int, columns: int, row:
     spans = [(cuts[0], cuts[1]), (cuts[2], cuts[3])]
     source = bytes(range(planes * columns * row)) if planes * columns * row < 256 else bytes(planes * columns * row)
     wire = ranges(planes, columns, row, spans)
-    sent = list(frames(memoryview(source), wire, limit))
+    sent = [pb.FetchTurnReply.FromString(message).frame for message in frames(pb.FetchTurnReply, memoryview(source), wire, limit)]
     assert all(len(f.data) == limit for f in sent[:-1])
     target = bytearray(b"\xff" * len(source))
     writer = FrameWriter(memoryview(target), wire, limit)
     for frame in sent:
-        writer.write(pb.Frame.FromString(frame.SerializeToString()))
+        assert frame.crc32 == zlib.crc32(frame.data)
+        writer.write(frame)
     writer.finish()
     chosen = {p * columns * row + c * row + i for p in range(planes) for a, b in spans for c in range(a, b) for i in range(row)}
     assert bytes(target) == bytes(source[i] if i in chosen else 0xFF for i in range(len(source)))
 
 
+@given(st.lists(st.binary(max_size=300), max_size=4), st.sampled_from([pb.FetchTurnReply, pb.PutRequest, pb.ObserveRequest]))
+@settings(deadline=None)
+def test_encoded_frames_are_the_bytes_of_protobuf(parts: list[bytes], kind: Any) -> None:
+    data = b"".join(parts)
+    message = codec.encode(kind, [memoryview(part) for part in parts])
+    parsed = kind.FromString(message)
+    assert (parsed.frame.data, parsed.frame.crc32) == (data, zlib.crc32(data))
+    found = codec.deserializer(kind)(message)
+    assert isinstance(found, codec.Frame)
+    assert (bytes(found.data), found.crc32) == (data, zlib.crc32(data))
+
+
+@given(st.binary(max_size=40), st.integers(0, 60), st.integers(0, 255))
+@settings(deadline=None)
+def test_reading_bytes_that_protobuf_might_not_have_written(data: bytes, place: int, value: int) -> None:
+    """One byte of a message is replaced: it is read as protobuf reads it, or refused as protobuf refuses it."""
+    message = bytearray(codec.encode(pb.ObserveRequest, [memoryview(data)]))
+    message[place % len(message)] = value
+    try:
+        expected = pb.ObserveRequest.FromString(bytes(message))
+    except DecodeError:
+        with pytest.raises(DecodeError):
+            codec.deserializer(pb.ObserveRequest)(bytes(message))
+        return
+    found = codec.deserializer(pb.ObserveRequest)(bytes(message))
+    if isinstance(found, codec.Frame):
+        assert (bytes(found.data), found.crc32) == (expected.frame.data, expected.frame.crc32)
+    else:
+        assert found == expected
+
+
+def test_a_frame_from_another_protobuf_writer_is_read() -> None:
+    """Without a checksum field, or with the fields in another order, protobuf's own reader takes over."""
+    read = codec.deserializer(pb.PutRequest)
+    bare = pb.PutRequest(frame=pb.Frame(data=b"abc"))
+    assert read(bare.SerializeToString()) == bare
+    swapped = b"\x12\x0a" + b"\x15\x01\x00\x00\x00" + b"\x0a\x03abc"
+    assert read(swapped) == pb.PutRequest(frame=pb.Frame(data=b"abc", crc32=1))
+    header = pb.PutRequest(header=pb.PutHeader(model_id="m"))
+    assert read(header.SerializeToString()) == header
+
+
 def test_damaged_and_incomplete_frames_are_refused() -> None:
     wire = ranges(1, 1, 8, [(0, 1)])
-    (frame,) = frames(memoryview(b"12345678"), wire)
-    flipped = pb.Frame(data=b"12345679", crc32=frame.crc32)
+    (message,) = frames(pb.PutRequest, memoryview(b"12345678"), wire)
+    flipped = pb.Frame(data=b"12345679", crc32=pb.PutRequest.FromString(message).frame.crc32)
     with pytest.raises(FrameError, match="checksum") as error:
         FrameWriter(memoryview(bytearray(8)), wire).write(flipped)
     assert error.value.checksum

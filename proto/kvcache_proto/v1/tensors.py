@@ -7,9 +7,11 @@ complete first. Both ends compute the same ranges; the wire holds payload only.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 
+from google.protobuf.message import Message
+
+from kvcache_proto.v1 import codec
 from kvcache_proto.v1 import kvcache_pb2 as pb
 
 FRAME_BYTES = 1 << 20
@@ -30,8 +32,8 @@ def ranges(planes: int, columns: int, row: int, spans: Sequence[tuple[int, int]]
     ]
 
 
-def frames(buffer: memoryview, wire: Iterable[tuple[int, int]], limit: int = FRAME_BYTES) -> Iterator[pb.Frame]:
-    """The bytes of `wire` ranges as frames of at most `limit` bytes."""
+def frames(kind: type[Message], buffer: memoryview, wire: Iterable[tuple[int, int]], limit: int = FRAME_BYTES) -> Iterator[bytes]:
+    """The bytes of `wire` ranges as encoded messages `kind`, each with a frame of at most `limit` bytes."""
     parts: list[memoryview] = []
     size = 0
     for offset, length in wire:
@@ -40,15 +42,10 @@ def frames(buffer: memoryview, wire: Iterable[tuple[int, int]], limit: int = FRA
             parts.append(buffer[offset : offset + take])
             offset, length, size = offset + take, length - take, size + take
             if size == limit:
-                yield _frame(parts)
+                yield codec.encode(kind, parts)
                 parts, size = [], 0
     if parts:
-        yield _frame(parts)
-
-
-def _frame(parts: list[memoryview]) -> pb.Frame:
-    data = b"".join(parts)
-    return pb.Frame(data=data, crc32=zlib.crc32(data))
+        yield codec.encode(kind, parts)
 
 
 class FrameWriter:
@@ -62,11 +59,11 @@ class FrameWriter:
         self._done = 0  # bytes of the current range
         self.received = 0
 
-    def write(self, frame: pb.Frame) -> None:
+    def write(self, frame: pb.Frame | codec.Frame) -> None:
         data = memoryview(frame.data)
         if len(data) > self._limit:
             raise FrameError(f"a frame of {len(data)} bytes, at most {self._limit}")
-        if zlib.crc32(data) != frame.crc32:
+        if codec.crc32([data]) != frame.crc32:
             raise FrameError("a frame's checksum does not match its bytes", checksum=True)
         self.received += len(data)
         while len(data):
