@@ -96,6 +96,8 @@ def calibrate(audits: Sequence[Audit], target: Target) -> Calibration:
 
     The signal with the best AUC gates: its limit is the largest value at which the accepted audits meet the target.
     Every gate also ends somewhat beyond what the accepted audits showed, by one more range: there nothing was measured.
+    For novelty the range is that between their tenths: one odd sample must not let a foreign domain in, and a sample that
+    is refused here wrongly is only moved.
     """
     corrected = [a for a in audits if not a.reposition]
     plain = [a for a in audits if a.reposition]
@@ -108,7 +110,7 @@ def calibrate(audits: Sequence[Audit], target: Target) -> Calibration:
     ordered = sorted(corrected, key=lambda a: a.signals.get(signal, 0.0))
     count = next((n for n in range(len(ordered), 0, -1) if _meets(ordered[:n], target)), 0)
     accepted = ordered[:count]
-    limits = {name: _envelope([a.signals.get(name, 0.0) for a in accepted]) for name in GATES}
+    limits = {name: _envelope(name, [a.signals.get(name, 0.0) for a in accepted]) for name in GATES}
     if count < len(ordered):
         limits[signal] = min(limits[signal], ordered[count].signals.get(signal, 0.0))
     return Calibration(
@@ -128,10 +130,12 @@ def calibrate(audits: Sequence[Audit], target: Target) -> Calibration:
     )
 
 
-def _envelope(values: Sequence[float]) -> float:
+def _envelope(signal: str, values: Sequence[float]) -> float:
     if not values:
         return 0.0
-    return max(ENVELOPE * max(values), 2 * max(values) - min(values))
+    share = 0.9 if signal == "novelty" else 1.0
+    low, high = quantile(values, 1.0 - share), quantile(values, share)
+    return max(ENVELOPE * high, 2 * high - low)
 
 
 def _bad(audits: Sequence[Audit], target: Target) -> list[bool]:

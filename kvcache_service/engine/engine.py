@@ -128,6 +128,7 @@ class Engine:
     # Registration
 
     def register_model(self, geometry: Geometry) -> str:
+        cpu.prepare(geometry.dtype, geometry.rope, geometry.head_dim)
         with self._lock:
             self._models[geometry.model_id] = geometry
             self._costs.setdefault(geometry.model_id, CostModel())

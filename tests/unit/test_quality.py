@@ -33,7 +33,9 @@ def test_good_audits_are_all_accepted_and_the_envelope_ends_where_nothing_was_me
     assert found.usable
     assert found.accepted == 1.0
     assert found.residual_limit == pytest.approx(0.10 + 0.09)
-    assert found.novelty_limit == pytest.approx(2.0 + 0.9)
+    assert found.novelty_limit == pytest.approx(1.91 + 0.72)  # the tenths: 1.19 and 1.91
+    odd = calibrate([audit(0.01, 0.1, novelty=1.0)] * 19 + [audit(0.01, 0.1, novelty=1.7)], TARGET)
+    assert odd.novelty_limit == pytest.approx(1.15)
     narrow = calibrate([audit(0.01, 0.1, novelty=1.0)] * 6, TARGET)
     assert narrow.novelty_limit == pytest.approx(1.15)
 
