@@ -150,6 +150,7 @@ def main(config: Config) -> None:
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
     )
     torch.set_grad_enabled(False)
+    torch.set_num_threads(1)  # turns and layers are what runs side by side
     asyncio.run(serve(config))
 
 

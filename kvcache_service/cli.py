@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from kvcache_service.commands.bench import bench
 from kvcache_service.commands.calibrate import calibrate
 from kvcache_service.commands.demo import demo
 from kvcache_service.commands.evaluate import evaluate
@@ -16,6 +17,7 @@ app.command()(demo)
 app.command()(status)
 app.command()(calibrate)
 app.command("eval")(evaluate)
+app.command()(bench)
 
 if __name__ == "__main__":
     app()

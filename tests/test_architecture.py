@@ -18,7 +18,7 @@ LAYERS = [
     {"rpc"},
     {"__main__"},
     {"evaluation"},
-    {"demo"},
+    {"demo", "bench"},
     {"commands"},
     {"cli"},
 ]
@@ -60,7 +60,12 @@ def test_imports_point_down(path: Path) -> None:
 @pytest.mark.parametrize("path", SERVICE_FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_only_rpc_sees_messages(path: Path) -> None:
     own = part(".".join(path.relative_to(ROOT).with_suffix("").parts))
-    if own not in ("rpc", "evaluation", "demo"):  # the latter two are workers: they speak the protocol through the client
+    if own not in (
+        "rpc",
+        "evaluation",
+        "demo",
+        "bench",
+    ):  # the latter three are workers and speak through the client
         assert not any(m.startswith("kvcache_proto") for m in imports(path))
 
 

@@ -28,7 +28,8 @@ _BITS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float
 _TILE_BYTES = 512 << 10  # of a matrix product's result: it must still be in cache when it is rotated
 _ALONE_BYTES = 128 << 10  # jobs below are not worth a hand-over to other threads
 _THREADS = len(os.sched_getaffinity(0))
-_WORKERS = ThreadPoolExecutor(_THREADS, "kernel")
+# Products run on one thread each: layers are what runs side by side.
+_WORKERS = ThreadPoolExecutor(_THREADS, "kernel", torch.set_num_threads, (1,))
 
 
 @dataclass(frozen=True)

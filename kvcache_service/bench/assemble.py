@@ -1,0 +1,84 @@
+"""The CPU kernels alone, against a copy of the bytes that they read and write and against the bare matrix product."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcache_service.bench.rows import Row, Timer, Track, compare, seconds
+from kvcache_service.geometry import Pairing, Rope
+from kvcache_service.kernels import cpu
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """KV of one segment of a model."""
+
+    model: str
+    layers: int
+    heads: int
+    dim: int
+    tokens: int
+
+
+SEGMENTS = (Segment("SmolLM2-135M", 30, 3, 64, 1024), Segment("Llama-3.1-8B", 32, 8, 128, 512))
+
+
+def run(track: Track[int], rounds: int) -> Iterator[Row]:
+    for segment in SEGMENTS:
+        for dtype in DTYPES:
+            yield from _segment(track, rounds, segment, dtype)
+
+
+def _segment(track: Track[int], rounds: int, segment: Segment, dtype: torch.dtype) -> Iterator[Row]:
+    layers, heads, dim, tokens = segment.layers, segment.heads, segment.dim, segment.tokens
+    rope = Rope("default", tuple(10000.0 ** (-i / (dim // 2)) for i in range(dim // 2)), 1.0, Pairing.HALF_SPLIT, dim)
+    rotation = cpu.Rotation.into_place(rope, torch.arange(100, 100 + tokens))
+    cpu.prepare(dtype, rope, dim)
+    base = torch.randn(layers, 2, tokens, heads, dim).to(dtype)
+    out, spare = torch.empty_like(base), torch.empty_like(base)
+    weight = (torch.randn(layers, 2, heads, dim, dim) * 0.01).half()
+    bias, lead = torch.randn(layers, 2, heads, dim).half(), torch.randn(layers, 2, 16, heads, dim).half()
+    rows, matrices = base.float().transpose(2, 3).flatten(0, 2).contiguous(), weight.float().flatten(0, 2)
+    result = torch.empty_like(rows)
+    case, size = f"{segment.model}, {tokens} tokens, {str(dtype).removeprefix('torch.')}", base.nbytes
+
+    def copied() -> float:
+        return seconds(lambda: spare.copy_(base))
+
+    def product() -> float:
+        return seconds(lambda: torch.bmm(rows, matrices, out=result))
+
+    moved = _timed(cpu.plain(out, base, rotation), out)
+    yield compare(track, "assemble", f"{case}, moved", "copy", moved, copied, size=2 * size, rounds=rounds)
+    mapped = _timed(cpu.mapped(out, base, weight, bias, lead, rotation), out)
+    floor = "larger of copy and torch.bmm"
+    yield compare(
+        track,
+        "assemble",
+        f"{case}, linear map",
+        floor,
+        mapped,
+        lambda: max(copied(), product()),
+        size=2 * size,
+        rounds=rounds,
+    )
+
+
+def _timed(one: cpu.LayerWrite, out: Tensor) -> Timer:
+    """As the service runs it, where threads of torch's own would only be in the way; the floors have them all."""
+
+    def timed() -> float:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return seconds(lambda: cpu.write([one], len(out), out.nbytes))
+        finally:
+            torch.set_num_threads(threads)
+
+    return timed

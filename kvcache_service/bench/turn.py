@@ -1,0 +1,92 @@
+"""A turn: planning with full pools, and the time to the first token on the real model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+from kvcache_client import KVCacheClient
+from kvcache_client.adapters.transformers import Agent, Answer, SharedModel
+from kvcache_proto.v1 import kvcache_pb2 as pb
+
+from kvcache_service.bench import floors, scene
+from kvcache_service.bench.rows import Row, Track, compare, row, seconds
+from kvcache_service.evaluation import model
+from kvcache_service.evaluation.run import MEASURING
+from kvcache_service.evaluation.service import ServiceProcess
+
+PLACEHOLDERS, CONSUMERS, TURNS, SAMPLE_TOKENS = 12, 4, 21, 8  # 48 pools with 21 samples each
+SMALL = scene.Shape(layers=4, heads=1, dim=16)
+LENGTHS = (512, 1024, 2048)
+OPEN_GATES = {"require_calibration": "false", "max_error": "1e9", "residual_limit": "1e9", "min_samples": "2"}
+
+
+def run(track: Track[int], rounds: int) -> Iterator[Row]:
+    yield planning(track, rounds)
+    yield from first_token(track, max(3, rounds // 6))
+
+
+def planning(track: Track[int], rounds: int) -> Row:
+    """OpenTurn with twelve known samples, when pools hold about a thousand."""
+    with ServiceProcess(**MEASURING, **OPEN_GATES) as service, KVCacheClient(service.target) as client:
+        templates = [scene.reader(client, f"agent {n}", PLACEHOLDERS, SMALL) for n in range(CONSUMERS + 1)]
+        prompts = scene.Prompts()
+        samples: Mapping[str, list[int]] = {}
+        for _ in track(range(TURNS), TURNS, "turn: filling the pools"):
+            samples = {f"p{n}": prompts.take(SAMPLE_TOKENS) for n in range(PLACEHOLDERS)}
+            for template in templates:
+                _teach(client, template, samples)
+        slots = service.metrics()["kvcache_slots"]
+        if slots != PLACEHOLDERS * CONSUMERS:
+            raise RuntimeError(f"{slots:.0f} slots have learned, not {PLACEHOLDERS * CONSUMERS}")
+
+        def opening() -> float:
+            opened = []
+            spent = seconds(lambda: opened.append(client.open_turn(templates[-1], samples, reserve_tokens=1)))
+            opened[0].release()
+            if not opened[0].reuses:
+                raise RuntimeError("the turn reuses nothing")
+            return spent
+
+        with floors.EmptyCall(service.target) as empty:
+            case = f"OpenTurn, {PLACEHOLDERS} placeholders, {slots:.0f} pools, {slots * TURNS:.0f} samples"
+            return compare(track, "turn", case, "an empty call", opening, empty, rounds=10 * rounds)
+
+
+def _teach(client: KVCacheClient, template: str, samples: Mapping[str, list[int]]) -> None:
+    turn = client.open_turn(template, samples, reserve_tokens=1, policy="off")
+    kv = scene.memory(scene.noise(turn.plan.buffer_tokens, SMALL, seed=hash(template) % 1000))
+    np.copyto(np.frombuffer(turn.buffer, np.uint8), np.frombuffer(kv, np.uint8))
+    turn.observe(0, turn.plan.prompt_tokens)
+    turn.settle(pb.VERDICT_ACCEPTED, finish_reason=pb.FINISH_REASON_LENGTH)
+
+
+def first_token(track: Track[int], rounds: int) -> Iterator[Row]:
+    """A text that another agent has read, behind this agent's own prompt: TTFT against the forward that it must do anyway."""
+    loaded, tokenizer = model.load(None)
+    draw = random.Random(0)
+    for length in LENGTHS:
+        with ServiceProcess(**MEASURING, **OPEN_GATES) as service, KVCacheClient(service.target, timeout=60.0) as client:
+            shared = SharedModel(loaded, tokenizer, client)
+            first = shared.agent("You read the text first.\n{text}\nDone:")
+            second = shared.agent("You are the second one to read it.\n{text}\nNow say what it means:")
+
+            def ask(agent: Agent, text: list[int], policy: str | None = None, cache: bool = True) -> Answer:
+                return agent.run({"text": text}, max_new_tokens=1, policy=policy, cache=cache)
+
+            cached, forwards, dense = [], [], []
+            for number in track(range(rounds + 3), rounds + 3, f"turn: first token, {length} tokens"):
+                text = [draw.randrange(1000, 20000) for _ in range(length)]
+                ask(first, text)
+                if number < 3:
+                    ask(second, text, policy="off")
+                    continue
+                answer = ask(second, text)
+                if answer.outcome == "dense":
+                    raise RuntimeError(f"the turn was dense: {answer.reason}")
+                cached.append(answer.ttft)
+                forwards.append(answer.first_forward)
+                dense.append(ask(second, text, cache=False).ttft)
+            yield row("turn", f"first token, {length} tokens reused", "forward of the recomputed tokens", cached, forwards)
+            yield row("turn", f"dense prefill of {length} tokens", "the reuse turn", dense, cached)
