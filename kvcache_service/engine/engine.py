@@ -564,5 +564,5 @@ class Engine:
 
 
 def _refuse_non_finite(kv: Tensor) -> None:
-    if not bool(torch.isfinite(kv).all()):
+    if not cpu.finite(kv):
         raise invalid("data", "the KV holds NaN or Inf", "send finite values")

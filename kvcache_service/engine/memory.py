@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -101,14 +102,15 @@ class LayerZero:
             return 0.0
         rows, places = (list(side) for side in zip(*known, strict=True))
         expected = self._table[rows].flatten(1)
-        found = kv[0].float().transpose(0, 1)[places].flatten(1)
+        found = kv[0][:, places].transpose(0, 1).flatten(1).float()
         return float(((found - expected).norm(dim=1) / expected.norm(dim=1).clamp_min(1e-6)).max())
 
     def learn(self, token_ids: Sequence[int], kv: Tensor) -> None:
-        for i, token in enumerate(token_ids):
-            if token not in self._rows and len(self._rows) < _LAYER_ZERO_ROWS:
-                self._table[len(self._rows)] = kv[0, :, i].float()
-                self._rows[token] = len(self._rows)
+        places = {token: i for i, token in enumerate(token_ids) if token not in self._rows}
+        new = dict(islice(places.items(), _LAYER_ZERO_ROWS - len(self._rows)))
+        first = len(self._rows)
+        self._table[first : first + len(new)] = kv[0][:, list(new.values())].transpose(0, 1).float()
+        self._rows |= {token: first + row for row, token in enumerate(new)}
 
 
 class Memory:

@@ -25,6 +25,12 @@ Array = NDArray[np.generic]
 
 # How numba sees each dtype: it knows neither 16-bit float, so their bits travel as these integers.
 _BITS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float16: torch.int16}
+# Of each dtype: unsigned bits of the same size, and the bits of infinity; NaN lies above.
+_EXPONENTS = {
+    torch.float32: (torch.uint32, 0x7F800000),
+    torch.bfloat16: (torch.uint16, 0x7F80),
+    torch.float16: (torch.uint16, 0x7C00),
+}
 _TILE_BYTES = 512 << 10  # of a matrix product's result: it must still be in cache when it is rotated
 _ALONE_BYTES = 128 << 10  # jobs below are not worth a hand-over to other threads
 _THREADS = len(os.sched_getaffinity(0))
@@ -155,10 +161,19 @@ def shift(kv: Tensor, positions: int, rope: Rope) -> Tensor:
     return _turned(kv, Rotation.by(rope, positions, kv.shape[2]))
 
 
+def finite(kv: Tensor) -> bool:
+    """No NaN and no Inf. kv: contiguous."""
+    unsigned, exponent = _EXPONENTS[kv.dtype]
+    bits = kv.view(unsigned).flatten().numpy()
+    sign = 1 << (8 * kv.itemsize - 1)
+    return bool(loops.largest(bits, sign - 1) < exponent)
+
+
 def prepare(dtype: torch.dtype, rope: Rope, head_dim: int) -> None:
     """Compile the loops for a model's dtype, so that no turn waits for it."""
     base = torch.zeros(2, 2, 1, 1, head_dim, dtype=dtype)
     rotation = Rotation.by(rope, 1, 1)
+    finite(base)
     write([plain(torch.empty_like(base), base, rotation), blended(torch.empty_like(base), base, (), (), rotation)], 2, 0)
 
 

@@ -67,6 +67,15 @@ _narrow: Any = intrinsic(_narrowing)
 
 
 @_compiled
+def largest(bits: NDArray[np.unsignedinteger[Any]], mask: int) -> Any:
+    """The largest value of `bits & mask` in a flat array; 0 for an empty one."""
+    found = bits.dtype.type(0)
+    for i in range(len(bits)):
+        found = max(found, bits[i] & bits.dtype.type(mask))
+    return found
+
+
+@_compiled
 def add(out: Array, values: Array, places: Floats) -> None:
     """out = values + places, where token t takes row min(t, last) of `places`."""
     last = len(places) - 1

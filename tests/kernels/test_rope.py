@@ -207,6 +207,17 @@ def test_rounding_is_to_nearest_even() -> None:
         torch.testing.assert_close(again, out, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("spoilt", [float("nan"), float("inf"), -float("inf")])
+def test_one_number_that_is_not_finite_is_found(dtype: torch.dtype, spoilt: float) -> None:
+    kv = torch.full((3, 1001), torch.finfo(dtype).max, dtype=dtype)
+    kv[1] *= -1
+    assert cpu.finite(kv)
+    assert cpu.finite(torch.empty(0, dtype=dtype))
+    kv[2, 777] = spoilt
+    assert not cpu.finite(kv)
+
+
 def test_canonicalise_on_cpu_matches_float64() -> None:
     rope = Rope("yarn", (1.0, 0.1, 0.01), 1.2, Pairing.HALF_SPLIT, 6)
     kv = as_kv(keys(5, 2, 8))
