@@ -24,7 +24,7 @@ proto: $(READY)
 
 # DATA: two JSON-lines files, the second of another domain. Writes docs/results.md; takes about two hours on two cores.
 DATA ?= ../shared/data/gsm8k.jsonl ../shared/data/humaneval.jsonl
-SPANS := paper,reference,reposition,reposition:4+4,recompute,guarded:0+1,guarded:4+4,guarded
+SPANS := paper,reference,reposition,reposition:6+2,recompute,guarded:0+1,guarded:6+2,guarded
 TEAMS := paper,reference,reposition,recompute,guarded
 results: $(READY)
 	$(BIN)/kvcache eval $(DATA:%=--dataset %) --settings A,B,C --warmup 160 --calibration 24 --requests 64 --seed 1 --policies $(SPANS) --json out/spans.json --png out/spans.png

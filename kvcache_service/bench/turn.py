@@ -7,18 +7,20 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 from kvcache_client import KVCacheClient
-from kvcache_client.adapters.transformers import Agent, Answer, SharedModel
+from kvcache_client.adapters.transformers import SharedModel
 from kvcache_proto.v1 import kvcache_pb2 as pb
 
 from kvcache_service.bench import floors, scene
 from kvcache_service.bench.rows import Row, Track, compare, row, seconds
 from kvcache_service.evaluation import model
+from kvcache_service.evaluation.policies import UNGATED
 from kvcache_service.evaluation.run import MEASURING
 from kvcache_service.evaluation.service import ServiceProcess
 
 PLACEHOLDERS, CONSUMERS, TURNS, SAMPLE_TOKENS = 12, 4, 21, 8  # 48 pools with 21 samples each
 SMALL = scene.Shape(layers=4, heads=1, dim=16)
 LENGTHS = (512, 1024, 2048)
+LEARNED = 3  # turns before the clock starts; noise has nothing to learn, so gates stay open
 OPEN_GATES = {"require_calibration": "false", "max_error": "1e9", "residual_limit": "1e9", "min_samples": "2"}
 
 
@@ -72,21 +74,20 @@ def first_token(track: Track[int], rounds: int) -> Iterator[Row]:
             first = shared.agent("You read the text first.\n{text}\nDone:")
             second = shared.agent("You are the second one to read it.\n{text}\nNow say what it means:")
 
-            def ask(agent: Agent, text: list[int], policy: str | None = None, cache: bool = True) -> Answer:
-                return agent.run({"text": text}, max_new_tokens=1, policy=policy, cache=cache)
-
             cached, forwards, dense = [], [], []
-            for number in track(range(rounds + 3), rounds + 3, f"turn: first token, {length} tokens"):
-                text = [draw.randrange(1000, 20000) for _ in range(length)]
-                ask(first, text)
-                if number < 3:
-                    ask(second, text, policy="off")
+            for number in track(range(rounds + LEARNED), rounds + LEARNED, f"turn: first token, {length} tokens"):
+                samples = {"text": [draw.randrange(1000, 20000) for _ in range(length)]}
+                first.run(samples, max_new_tokens=1)
+                if number < LEARNED:
+                    second.run(samples, max_new_tokens=1, policy="off")
                     continue
-                answer = ask(second, text)
-                if answer.outcome == "dense":
-                    raise RuntimeError(f"the turn was dense: {answer.reason}")
-                cached.append(answer.ttft)
-                forwards.append(answer.first_forward)
-                dense.append(ask(second, text, cache=False).ttft)
+                call = second.begin(samples, max_new_tokens=1, trial=UNGATED.options)
+                call.prefill()
+                if call.answer.outcome == "dense":
+                    raise RuntimeError(f"the turn was dense: {call.answer.reason}")
+                cached.append(call.ttft)
+                forwards.append(call.answer.first_forward)
+                call.abort()
+                dense.append(second.run(samples, max_new_tokens=1, cache=False).ttft)
             yield row("turn", f"first token, {length} tokens reused", "forward of the recomputed tokens", cached, forwards)
             yield row("turn", f"dense prefill of {length} tokens", "the reuse turn", dense, cached)
