@@ -93,9 +93,9 @@ def stored_prefix(client: KVCacheClient, token_ids: Sequence[int], kv: Tensor) -
     return _template(client, model_id, [pb.Segment(fixed=pb.TokenIds(ids=token_ids)), pb.Segment(placeholder="rest")])
 
 
-def plain_template(client: KVCacheClient) -> str:
+def plain_template(client: KVCacheClient, shape: Shape = USUAL) -> str:
     """A template that is all placeholder: an ordinary prompt, for the policy `exact`."""
-    model_id = client.register_model(model())
+    model_id = client.register_model(model(shape))
     return _template(client, model_id, [pb.Segment(placeholder="prompt")], pb.POLICY_EXACT)
 
 

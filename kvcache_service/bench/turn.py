@@ -38,7 +38,7 @@ def planning(track: Track[int], rounds: int) -> Row:
         for _ in track(range(TURNS), TURNS, "turn: filling the pools"):
             samples = {f"p{n}": prompts.take(SAMPLE_TOKENS) for n in range(PLACEHOLDERS)}
             for template in templates:
-                _teach(client, template, samples)
+                teach(client, template, samples)
         slots = service.metrics()["kvcache_slots"]
         if slots != PLACEHOLDERS * CONSUMERS:
             raise RuntimeError(f"{slots:.0f} slots have learned, not {PLACEHOLDERS * CONSUMERS}")
@@ -56,7 +56,8 @@ def planning(track: Track[int], rounds: int) -> Row:
             return compare(track, "turn", case, "an empty call", opening, empty, rounds=10 * rounds)
 
 
-def _teach(client: KVCacheClient, template: str, samples: Mapping[str, list[int]]) -> None:
+def teach(client: KVCacheClient, template: str, samples: Mapping[str, list[int]]) -> None:
+    """One dense turn with KV of noise, from which the pools learn."""
     turn = client.open_turn(template, samples, reserve_tokens=1, policy="off")
     kv = scene.memory(scene.noise(turn.plan.buffer_tokens, SMALL, seed=hash(template) % 1000))
     np.copyto(np.frombuffer(turn.buffer, np.uint8), np.frombuffer(kv, np.uint8))
