@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -48,9 +50,9 @@ def _write(out: Tensor, source: Source, rotation: cpu.Rotation) -> cpu.LayerWrit
             return cpu.mapped(out, base, map.weight, map.bias, map.lead, rotation)
 
 
-def take_out(kv: Tensor, start: int, geometry: Geometry) -> Tensor:
-    """Position-free copy of observed KV whose first column lies at position `start`."""
-    return cpu.canonicalise(kv, torch.arange(start, start + kv.shape[2]), geometry.rope)
+def take_out(kv: Tensor, first: int, ranges: Sequence[tuple[int, int]], geometry: Geometry) -> list[Tensor]:
+    """Position-free copies of token ranges [start, end) of observed KV whose first column lies at position `first`."""
+    return cpu.canonicalise(kv, first, ranges, geometry.rope)
 
 
 def fetched_tokens(plan: Plan) -> int:

@@ -171,7 +171,7 @@ class Engine:
             raise invalid("dtype", f"{kv.dtype}", f"send {geometry.dtype}")
         _refuse_non_finite(kv)
         digest = hashlib.blake2b(kv.contiguous().view(torch.uint8).numpy().data, digest_size=16).digest()
-        canonical = cpu.canonicalise(kv, torch.arange(len(token_ids)), geometry.rope)
+        (canonical,) = assembly.take_out(kv, 0, [(0, len(token_ids))], geometry)
         key = self._memory.exact_key(Group(tenant, model_id), tokens_key(token_ids), 0)
         with self._lock:
             zero = self._memory.layer_zero(tenant, geometry)
@@ -321,12 +321,13 @@ class Engine:
         with turn.lock:
             self._require(turn, Phase.PLANNED, Phase.ASSEMBLED)
             kv = turn.tensor[:, :, start:end] if received is None else received
-            staged = {a: assembly.take_out(kv[:, :, a - start : b - start], a, turn.geometry) for a, b in wanted if a < b}
-            for kv in staged.values():
-                _refuse_non_finite(kv)
-            turn.staged.update(staged)
+            ranges = [(a, b) for a, b in wanted if a < b]
+            staged = assembly.take_out(kv, start, ranges, turn.geometry)
+            for copied in staged:
+                _refuse_non_finite(copied)
+            turn.staged.update(zip((a for a, _ in ranges), staged, strict=True))
             turn.observed = max(turn.observed, end)
-            return sum(kv.nbytes for kv in staged.values())
+            return sum(copied.nbytes for copied in staged)
 
     def settle(self, tenant: str, turn_id: str, settlement: Settlement) -> Settled:
         """Verify and update, or fall back: one commit for all pools of the turn; then everything is given back.

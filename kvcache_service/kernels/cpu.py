@@ -91,8 +91,8 @@ def plain(out: Tensor, base: Tensor, rotation: Rotation) -> LayerWrite:
     nothing = np.zeros((1, *source.shape[3:]), np.float32)
 
     def layer_write(layer: int) -> None:
-        _rotate(target[layer, 0], source[layer, 0], nothing, rotation)
-        loops.add(target[layer, 1], source[layer, 1], nothing)
+        (out_keys, out_values), (keys, values) = target[layer], source[layer]  # each contiguous: the loops rely on it to be fast
+        loops.move(out_keys, keys, out_values, values, nothing, rotation.cos, rotation.sin, rotation.interleaved)
 
     return layer_write
 
@@ -151,14 +151,22 @@ def mapped(out: Tensor, base: Tensor, weight: Tensor, bias: Tensor, lead: Tensor
     return layer_write
 
 
-def canonicalise(kv: Tensor, positions: Tensor, rope: Rope) -> Tensor:
-    """Position-free copy of observed KV, in the dtype of `kv`."""
-    return _turned(kv, Rotation.out_of_place(rope, positions))
+def canonicalise(kv: Tensor, first: int, ranges: Sequence[tuple[int, int]], rope: Rope) -> list[Tensor]:
+    """Position-free copies of the token ranges [start, end) of observed KV, in its dtype. first: position of its first column."""
+    out, writes = [], []
+    for start, end in ranges:
+        columns = kv[:, :, start - first : end - first]
+        out.append(torch.empty_like(columns, memory_format=torch.contiguous_format))
+        writes.append(plain(out[-1], columns, Rotation.out_of_place(rope, torch.arange(start, end))))
+    write(writes, len(kv), sum(t.nbytes for t in out))
+    return out
 
 
 def shift(kv: Tensor, positions: int, rope: Rope) -> Tensor:
     """A copy whose keys are turned by `positions`, to compare with policies that lack the canonical frame."""
-    return _turned(kv, Rotation.by(rope, positions, kv.shape[2]))
+    out = torch.empty_like(kv, memory_format=torch.contiguous_format)
+    write([plain(out, kv, Rotation.by(rope, positions, kv.shape[2]))], len(kv), kv.nbytes)
+    return out
 
 
 def finite(kv: Tensor) -> bool:
@@ -171,16 +179,16 @@ def finite(kv: Tensor) -> bool:
 
 def prepare(dtype: torch.dtype, rope: Rope, head_dim: int) -> None:
     """Compile the loops for a model's dtype, so that no turn waits for it."""
-    base = torch.zeros(2, 2, 1, 1, head_dim, dtype=dtype)
+    base, weight = torch.zeros(2, 2, 1, 1, head_dim, dtype=dtype), torch.zeros(2, 2, 1, head_dim, head_dim)
+    out, bias = torch.empty_like(base), torch.zeros(2, 2, 1, head_dim)
     rotation = Rotation.by(rope, 1, 1)
+    kinds = [
+        plain(out, base, rotation),
+        blended(out, base, (), (), rotation),
+        mapped(out, base, weight, bias, torch.zeros(2, 2, 1, 1, head_dim), rotation),
+    ]
+    write(kinds, len(base), 0)
     finite(base)
-    write([plain(torch.empty_like(base), base, rotation), blended(torch.empty_like(base), base, (), (), rotation)], 2, 0)
-
-
-def _turned(kv: Tensor, rotation: Rotation) -> Tensor:
-    out = torch.empty_like(kv, memory_format=torch.contiguous_format)
-    write([plain(out, kv, rotation)], len(kv), kv.nbytes)
-    return out
 
 
 def _rotate(out: Array, keys: Array, places: Array, rotation: Rotation, start: int = 0) -> None:

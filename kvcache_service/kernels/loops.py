@@ -109,3 +109,19 @@ def add_and_rotate(out: Array, keys: Array, places: Floats, cos: Floats, sin: Fl
                     out[token, head, i + pairs] = _narrow(b * c + a * s, out[token, head, i + pairs])
             for i in range(2 * pairs, dim):
                 out[token, head, i] = _narrow(_widen(keys[token, head, i]) + place[head, i], out[token, head, i])
+
+
+@_compiled
+def move(
+    out_keys: Array,
+    keys: Array,
+    out_values: Array,
+    values: Array,
+    nothing: Floats,
+    cos: Floats,
+    sin: Floats,
+    interleaved: bool,
+) -> None:
+    """K of one layer turned, V as it is. nothing: zeros [1, kv_heads, head_dim]."""
+    add_and_rotate(out_keys, keys, nothing, cos, sin, interleaved)
+    add(out_values, values, nothing)
