@@ -31,6 +31,7 @@ results: $(READY)
 	$(BIN)/kvcache eval $(DATA:%=--dataset %) --settings agents --warmup 24 --calibration 16 --requests 22 --seed 1 --policies $(TEAMS) --json out/teams.json --png out/teams.png
 	$(BIN)/kvcache eval --dataset $(firstword $(DATA)) --settings agents --topology judge --warmup 32 --calibration 12 --requests 24 --seed 1 --controls 0 --policies off,ungated,guarded --json out/judge.json --png out/judge.png
 	$(BIN)/python benchmarks/paper_tables.py $(firstword $(DATA))
+	$(BIN)/kvcache bench transport assemble store turn load --json out/bench.json --png out/bench.png
 	$(BIN)/python benchmarks/results.py
 
 clean:
