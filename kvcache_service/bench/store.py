@@ -47,12 +47,12 @@ class Worker:
     """One client that stores a new prompt and reads it back. Its KV lies where an inference worker has it: in the turn's
     buffer, which is written before the clock starts."""
 
-    def __init__(self, target: str, transport: str, prompts: scene.Prompts, size: int) -> None:
+    def __init__(self, target: str, transport: str, prompts: scene.Prompts, size: int, shape: scene.Shape = scene.USUAL) -> None:
         self._client = KVCacheClient(target, transport=transport, timeout=60.0)
-        self._template = scene.plain_template(self._client)
+        self._template = scene.plain_template(self._client, shape)
         self._prompts = prompts
-        self._tokens = size // scene.TOKEN_BYTES
-        self._kv = np.frombuffer(scene.memory(scene.noise(self._tokens)), np.uint8)
+        self._tokens = size // shape.token_bytes
+        self._kv = np.frombuffer(scene.memory(scene.noise(self._tokens, shape)), np.uint8)
         self._prompt: list[int] = []
 
     def put(self) -> float:
