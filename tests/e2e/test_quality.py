@@ -174,7 +174,7 @@ def test_a_trial_of_a_settled_turn_does_not_hide_behind_its_exact_kv(team: Team)
 def test_trials_vary_the_policies(team: Team) -> None:
     """Every variation reaches the KV: distances differ, and more recomputed tokens come closer to dense."""
     variations = {
-        "guarded": ("guarded", pb.Trial()),
+        "guarded": ("guarded", pb.Trial(boundary=8)),
         "all recomputed": ("guarded", pb.Trial(boundary=1000, trailing=1000)),
         "reposition": ("reposition", pb.Trial()),
         "paper": ("paper", pb.Trial(blending=pb.Blending(gamma=1e9))),
