@@ -1,16 +1,15 @@
-"""Host tier: immutable KV tensors under a byte budget, evicted by S3-FIFO, pinned while leased."""
+"""Host tier: immutable KV tensors under a byte budget, least recently used first out, pinned while leased."""
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
 from torch import Tensor
 
 from kvcache_service.errors import Code, KVCacheError
-from kvcache_service.tiers.admission import Admission
 
 
 class Lease:
@@ -34,14 +33,12 @@ class HostTier:
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self._lock = threading.Lock()
-        self._blobs: dict[str, Tensor] = {}
-        self._admission = Admission(budget)
+        self._blobs: OrderedDict[str, Tensor] = OrderedDict()
         self._condemned: dict[str, Tensor] = {}  # removed while leased: readable until the last lease ends
         self._pins: Counter[str] = Counter()
         self._leases: dict[int, Lease] = {}
         self._numbers = itertools.count()
         self._used = 0
-        self._pinned = 0  # bytes that no put can have
         self.evictions = 0
 
     def put(self, key: str, blob: Tensor) -> None:
@@ -51,16 +48,14 @@ class HostTier:
             if key in self._blobs:
                 self._drop(key)
             self._blobs[key] = blob
-            self._admission.add(key, blob.nbytes)
             self._used += blob.nbytes
-            self._pinned += blob.nbytes if self._pins.get(key) else 0
 
     def get(self, key: str) -> Tensor | None:
-        """The blob, counted as used; None is a miss."""
+        """The blob, marked as recently used; None is a miss."""
         with self._lock:
             blob = self._blobs.get(key)
             if blob is not None:
-                self._admission.hit(key)
+                self._blobs.move_to_end(key)
             return blob
 
     def has(self, key: str) -> bool:
@@ -82,8 +77,7 @@ class HostTier:
                 raise KVCacheError(Code.MISS, f"{len(absent)} tensors are gone", fix="prefill, or open the turn again")
             for key in wanted:
                 self._pins[key] += 1
-                self._admission.hit(key)
-                self._pinned += self._blobs[key].nbytes if self._pins[key] == 1 else 0
+                self._blobs.move_to_end(key)
             lease = Lease(self, wanted, next(self._numbers))
             self._leases[lease.number] = lease
             return lease
@@ -96,12 +90,9 @@ class HostTier:
                 self._pins[key] -= 1
                 if not self._pins[key]:
                     del self._pins[key]
-                    if key in self._blobs:
-                        self._pinned -= self._blobs[key].nbytes
-                    condemned = self._condemned.pop(key, None)
-                    if condemned is not None:
-                        self._used -= condemned.nbytes
-                        self._pinned -= condemned.nbytes
+                    blob = self._condemned.pop(key, None)
+                    if blob is not None:
+                        self._used -= blob.nbytes
 
     def remove(self, keys: Iterable[str]) -> None:
         """Forget blobs; their memory is freed when the last lease ends. Unknown keys are ignored."""
@@ -111,23 +102,29 @@ class HostTier:
                     self._drop(key)
 
     def _drop(self, key: str) -> None:
-        self._admission.remove(key)
         blob = self._blobs.pop(key)
         if self._pins.get(key) and key not in self._condemned:
             self._condemned[key] = blob
         else:
             self._used -= blob.nbytes
-            self._pinned -= blob.nbytes if self._pins.get(key) else 0
 
     def _make_room(self, size: int) -> None:
-        if size > self.budget - self._pinned:
+        free = self.budget - self._used
+        victims = []
+        if size > free:
+            for key, blob in self._blobs.items():
+                if not self._pins.get(key):
+                    victims.append(key)
+                    free += blob.nbytes
+                    if size <= free:
+                        break
+        if size > free:
             raise KVCacheError(
                 Code.QUOTA, f"{size} bytes do not fit into the host tier", fix="raise host_bytes or end turns that hold leases"
             )
-        while size > self.budget - self._used:
-            blob = self._blobs.pop(self._admission.victim(self._pins))
-            self._used -= blob.nbytes
-            self.evictions += 1
+        for key in victims:
+            self._drop(key)
+        self.evictions += len(victims)
 
     @property
     def used_bytes(self) -> int:
@@ -150,7 +147,5 @@ class HostTier:
         with self._lock:
             assert self._used == sum(b.nbytes for b in [*self._blobs.values(), *self._condemned.values()])
             assert self._used <= self.budget
-            held = [*self._condemned.values(), *(b for key, b in self._blobs.items() if self._pins.get(key))]
-            assert self._pinned == sum(b.nbytes for b in held)
             assert +self._pins == Counter(k for lease in self._leases.values() for k in lease.keys)
             assert self._condemned.keys() <= self._pins.keys()
