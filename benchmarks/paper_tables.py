@@ -132,8 +132,7 @@ def lengths(
     """Tables 2 and 3: TTFT by agent and by length. Time does not depend on what the pools have learned."""
     out = []
     for into, length in LENGTHS:
-        open_gates = {"require_calibration": "false", "max_error": "1e9", "residual_limit": "1e9"}
-        settings = run.MEASURING | open_gates | {"min_samples": str(warmup)}
+        settings = run.MEASURING | run.OPEN_GATES | {"min_samples": str(warmup)}
         with ServiceProcess(**settings) as service, KVCacheClient(service.target) as client:
             shared = SharedModel(model, tokenizer, client)
             text = [token for row in rows for token in shared.encode(row.question)]

@@ -29,7 +29,6 @@ from kvcache_service.catalog.embedded import EmbeddedServer
 from kvcache_service.commands import common
 from kvcache_service.evaluation.service import ServiceProcess
 
-TOKENS = 256
 # Models of which 256 tokens have so many bytes.
 SHAPES = {
     64 * scene.KIB: scene.Shape(2, 1, 32),

@@ -77,11 +77,7 @@ class PlainStream:
         """The client sends `size` bytes."""
         source = memoryview(bytearray(size))
 
-        def write() -> Iterator[bytes]:
-            for at in range(0, size, FRAME_BYTES):
-                yield bytes(source[at : at + FRAME_BYTES])
-
-        return lambda: seconds(lambda: self._up(write()))
+        return lambda: seconds(lambda: self._up(_pieces(source)))
 
     def __enter__(self) -> PlainStream:
         return self
@@ -92,15 +88,19 @@ class PlainStream:
         self._process.join()
 
 
+def _pieces(source: memoryview) -> Iterator[bytes]:
+    for at in range(0, len(source), FRAME_BYTES):
+        yield bytes(source[at : at + FRAME_BYTES])
+
+
 def _serve(ready: Connection) -> None:
     asyncio.run(_plain_server(ready))
 
 
 async def _plain_server(ready: Connection) -> None:
     async def down(request: bytes, _context: object) -> AsyncIterator[bytes]:
-        source = memoryview(bytearray(int.from_bytes(request)))
-        for at in range(0, len(source), FRAME_BYTES):
-            yield bytes(source[at : at + FRAME_BYTES])
+        for piece in _pieces(memoryview(bytearray(int.from_bytes(request)))):
+            yield piece
 
     async def up(requests: AsyncIterator[bytes], _context: object) -> bytes:
         target, at = bytearray(FRAME_BYTES), 0

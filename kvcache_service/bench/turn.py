@@ -14,14 +14,14 @@ from kvcache_service.bench import floors, scene
 from kvcache_service.bench.rows import Row, Track, compare, row, seconds
 from kvcache_service.evaluation import model
 from kvcache_service.evaluation.policies import UNGATED
-from kvcache_service.evaluation.run import MEASURING
+from kvcache_service.evaluation.run import MEASURING, OPEN_GATES
 from kvcache_service.evaluation.service import ServiceProcess
 
 PLACEHOLDERS, CONSUMERS, TURNS, SAMPLE_TOKENS = 12, 4, 21, 8  # 48 pools with 21 samples each
 SMALL = scene.Shape(layers=4, heads=1, dim=16)
 LENGTHS = (512, 1024, 2048)
 LEARNED = 3  # turns before the clock starts; noise has nothing to learn, so gates stay open
-OPEN_GATES = {"require_calibration": "false", "max_error": "1e9", "residual_limit": "1e9", "min_samples": "2"}
+SETTINGS = MEASURING | OPEN_GATES | {"min_samples": "2"}
 
 
 def run(track: Track[int], rounds: int) -> Iterator[Row]:
@@ -31,7 +31,7 @@ def run(track: Track[int], rounds: int) -> Iterator[Row]:
 
 def planning(track: Track[int], rounds: int) -> Row:
     """OpenTurn with twelve known samples, when pools hold about a thousand."""
-    with ServiceProcess(**MEASURING, **OPEN_GATES) as service, KVCacheClient(service.target) as client:
+    with ServiceProcess(**SETTINGS) as service, KVCacheClient(service.target) as client:
         templates = [scene.reader(client, f"agent {n}", PLACEHOLDERS, SMALL) for n in range(CONSUMERS + 1)]
         prompts = scene.Prompts()
         samples: Mapping[str, list[int]] = {}
@@ -59,7 +59,7 @@ def planning(track: Track[int], rounds: int) -> Row:
 def teach(client: KVCacheClient, template: str, samples: Mapping[str, list[int]]) -> None:
     """One dense turn with KV of noise, from which the pools learn."""
     turn = client.open_turn(template, samples, reserve_tokens=1, policy="off")
-    kv = scene.memory(scene.noise(turn.plan.buffer_tokens, SMALL, seed=hash(template) % 1000))
+    kv = scene.memory(scene.noise(turn.plan.buffer_tokens, SMALL, seed=int(template[:8], 16)))
     np.copyto(np.frombuffer(turn.buffer, np.uint8), np.frombuffer(kv, np.uint8))
     turn.observe(0, turn.plan.prompt_tokens)
     turn.settle(pb.VERDICT_ACCEPTED, finish_reason=pb.FINISH_REASON_LENGTH)
@@ -70,7 +70,7 @@ def first_token(track: Track[int], rounds: int) -> Iterator[Row]:
     loaded, tokenizer = model.load(None)
     draw = random.Random(0)
     for length in LENGTHS:
-        with ServiceProcess(**MEASURING, **OPEN_GATES) as service, KVCacheClient(service.target, timeout=60.0) as client:
+        with ServiceProcess(**SETTINGS) as service, KVCacheClient(service.target, timeout=60.0) as client:
             shared = SharedModel(loaded, tokenizer, client)
             first = shared.agent("You read the text first.\n{text}\nDone:")
             second = shared.agent("You are the second one to read it.\n{text}\nNow say what it means:")

@@ -22,6 +22,8 @@ Item = TypeVar("Item")
 Track = Callable[[Iterable[Item], int, str], Iterator[Item]]
 # Of the service while it is measured: nothing runs beside, and whether reuse pays is measured, not assumed.
 MEASURING = {"audit_rate": "0", "trial_rate": "0", "max_cost_ratio": "1e9"}
+# For timing alone: what is reused is planned, fetched and computed, good or not.
+OPEN_GATES = {"require_calibration": "false", "max_error": "1e9", "residual_limit": "1e9"}
 SETTINGS = ("A", "B", "C", "agents")
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from kvcache_client import KVCacheClient
-from kvcache_client.adapters.transformers import Agent, Answer, SharedModel, UnsupportedModel, model_request
+from kvcache_client.adapters.description import UnsupportedModel, model_request
+from kvcache_client.adapters.transformers import Agent, Answer, SharedModel
 from kvcache_proto.v1 import kvcache_pb2 as pb
 
 from kvcache_service.evaluation.service import ServiceProcess
