@@ -120,15 +120,17 @@ class KVCacheClient:
         self._templates[reply.template_id] = request
         return reply
 
-    def put(self, model_id: str, token_ids: Sequence[int], kv: memoryview) -> bool:
+    def put(self, model_id: str, token_ids: Sequence[int], kv: memoryview, *, pin: str | None = None) -> bool:
         """Store the exact KV of a prompt prefix; kv holds [layers, 2, tokens, kv_heads, head_dim] bytes.
 
+        pin: "none", "soft" (evicted last) or "hard" (never evicted); None leaves a stored prefix pinned as it is.
         Returns True when it was stored already.
         """
         self.connect()
         model = self._models[model_id]
         shape = (model.layers, 2, len(token_ids), model.kv_heads, model.head_dim)
-        header = pb.PutHeader(model_id=model_id, token_ids=token_ids, dtype=model.dtype, shape=shape)
+        kept = f"PIN_{pin.upper()}" if pin else None
+        header = pb.PutHeader(model_id=model_id, token_ids=token_ids, dtype=model.dtype, shape=shape, pin=kept)
 
         def requests() -> Iterator[pb.PutRequest | bytes]:
             yield pb.PutRequest(header=header)

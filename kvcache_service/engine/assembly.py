@@ -10,6 +10,7 @@ from torch import Tensor
 from kvcache_service.engine.plan import Blended, Mapped, Plan, Repositioned, SegmentPlan, Source
 from kvcache_service.geometry import Geometry
 from kvcache_service.kernels import cpu
+from kvcache_service.tiers.host import HostTier
 
 # Buffer columns of a turn:
 #   [0, prompt)                  the prompt; `fresh` columns are overwritten by the worker
@@ -50,9 +51,14 @@ def _write(out: Tensor, source: Source, rotation: cpu.Rotation) -> cpu.LayerWrit
             return cpu.mapped(out, base, map.weight, map.bias, map.lead, rotation)
 
 
-def take_out(kv: Tensor, first: int, ranges: Sequence[tuple[int, int]], geometry: Geometry) -> list[Tensor]:
-    """Position-free copies of token ranges [start, end) of observed KV whose first column lies at position `first`."""
-    return cpu.canonicalise(kv, first, ranges, geometry.rope)
+def take_out(tier: HostTier, kv: Tensor, first: int, ranges: Sequence[tuple[int, int]], geometry: Geometry) -> list[Tensor]:
+    """Position-free copies of token ranges [start, end) of observed KV whose first column lies at position `first`.
+
+    They lie in memory of the tier. Raises QUOTA when it has none.
+    """
+    out = [tier.empty(geometry.shape(end - start), geometry.dtype) for start, end in ranges]
+    cpu.canonicalise(out, kv, first, [start for start, _ in ranges], geometry.rope)
+    return out
 
 
 def fetched_tokens(plan: Plan) -> int:

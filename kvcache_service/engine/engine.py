@@ -31,7 +31,7 @@ from kvcache_service.prompt import Fixed, Policy, Span, Template, check_tokens, 
 from kvcache_service.quality import Calibration
 from kvcache_service.telemetry import SlotReport, Telemetry, TurnReport
 from kvcache_service.tiers.disk import DiskTier
-from kvcache_service.tiers.host import HostTier
+from kvcache_service.tiers.host import HostTier, Pin
 from kvcache_service.tiers.shared import BufferPool, SharedDirectory
 
 Finished = tuple[str, Verdict, Settled]  # tenant, and what the turn was settled with
@@ -118,12 +118,13 @@ class Engine:
             session.private.close()
 
     def sweep(self) -> None:
-        """Release turns whose lease has run out."""
+        """Release turns whose lease has run out, and drop what has been idle for too long."""
         now = self._clock()
         with self._lock:
             expired = [t for t in self._turns.values() if t.deadline <= now]
         for turn in expired:
             self._release(turn, lost=True)
+        self._tier.expire()
 
     # Registration
 
@@ -147,7 +148,7 @@ class Engine:
         self._memory.promote([key])
         with self._lock:
             self._templates[tenant, template.template_id] = template
-            prefix = self._tier.has(key)
+            prefix = self._tier.pin(key, Pin.SOFT)  # a role prompt serves every turn of its agent
             return template.template_id, self._memory.missing_fixed(tenant, template, prefix)
 
     def model(self, model_id: str) -> Geometry:
@@ -156,10 +157,17 @@ class Engine:
             raise KVCacheError(Code.UNKNOWN_MODEL, f"model {model_id!r}", field="model_id", fix="call RegisterModel first")
         return geometry
 
-    def put_prefix(self, tenant: str, model_id: str, token_ids: tuple[int, ...], kv: Tensor) -> tuple[str, bool]:
+    def memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Room in the host tier for KV that is about to be received. Raises QUOTA."""
+        return self._tier.empty(shape, dtype)
+
+    def put_prefix(
+        self, tenant: str, model_id: str, token_ids: tuple[int, ...], kv: Tensor, pin: Pin | None = None
+    ) -> tuple[str, bool]:
         """Store exact KV of a prompt prefix. Returns its key and whether the same bytes were there already.
 
         kv: [layers, 2, tokens, kv_heads, head_dim] at positions 0 … tokens − 1. Other bytes under the key: CONFLICT.
+        pin: None leaves a stored prefix pinned as it is.
         """
         geometry = self.model(model_id)
         if not token_ids:
@@ -171,17 +179,19 @@ class Engine:
             raise invalid("dtype", f"{kv.dtype}", f"send {geometry.dtype}")
         _refuse_non_finite(kv)
         digest = hashlib.blake2b(kv.contiguous().view(torch.uint8).numpy().data, digest_size=16).digest()
-        (canonical,) = assembly.take_out(kv, 0, [(0, len(token_ids))], geometry)
+        (canonical,) = assembly.take_out(self._tier, kv, 0, [(0, len(token_ids))], geometry)
         key = self._memory.exact_key(Group(tenant, model_id), tokens_key(token_ids), 0)
         with self._lock:
             zero = self._memory.layer_zero(tenant, geometry)
             if self._tier.has(key):
                 if self._prefix_digests.get(key) == digest:
+                    if pin is not None:
+                        self._tier.pin(key, pin)
                     return key, True
                 raise KVCacheError(Code.CONFLICT, "other KV is stored here", field="token_ids", fix="use what is stored")
             if zero.error(token_ids, canonical) > LAYER_ZERO_TOLERANCE:
                 raise invalid("data", "layer 0 belongs to other tokens", "send the KV of exactly these tokens from position 0 on")
-            self._memory.keep_exact(key, canonical)
+            self._memory.keep_exact(key, canonical, pin or Pin.NONE)
             self._prefix_digests = {k: d for k, d in self._prefix_digests.items() if self._tier.has(k)} | {key: digest}
             zero.learn(token_ids, canonical)
         return key, False
@@ -322,7 +332,7 @@ class Engine:
             self._require(turn, Phase.PLANNED, Phase.ASSEMBLED)
             kv = turn.tensor[:, :, start:end] if received is None else received
             ranges = [(a, b) for a, b in wanted if a < b]
-            staged = assembly.take_out(kv, start, ranges, turn.geometry)
+            staged = assembly.take_out(self._tier, kv, start, ranges, turn.geometry)
             for copied in staged:
                 _refuse_non_finite(copied)
             turn.staged.update(zip((a for a, _ in ranges), staged, strict=True))
@@ -400,6 +410,8 @@ class Engine:
                 "kvcache_leased_bytes": self._tier.leased_bytes,
                 "kvcache_host_used_bytes": self._tier.used_bytes,
                 "kvcache_host_budget_bytes": self._tier.budget,
+                "kvcache_host_pinned_bytes": self._tier.pinned_bytes,
+                "kvcache_host_largest_free_bytes": self._tier.largest_free_bytes,
                 "kvcache_host_evictions": self._tier.evictions,
                 "kvcache_disk_used_bytes": self._disk.used_bytes if self._disk else 0,
                 "kvcache_disk_budget_bytes": self._disk.budget if self._disk else 0,

@@ -19,7 +19,7 @@ from kvcache_service.geometry import Geometry
 from kvcache_service.predictor import RidgeStatistics, RunningMean
 from kvcache_service.prompt import Template
 from kvcache_service.tiers.disk import DiskTier
-from kvcache_service.tiers.host import HostTier
+from kvcache_service.tiers.host import HostTier, Pin
 
 LAYER_ZERO_TOLERANCE = 0.02  # relative L2; agreeing tokens stay below rounding, a slip by one token gives about 1
 _LAYER_ZERO_ROWS = 8192
@@ -138,9 +138,9 @@ class Memory:
         """KV of tokens [start, end) behind exactly the tokens before; `context` is the key of all tokens to `end`."""
         return f"{group.tag}:exact:{context}:{start}"
 
-    def keep_exact(self, key: str, kv: Tensor) -> None:
+    def keep_exact(self, key: str, kv: Tensor, pin: Pin = Pin.NONE) -> None:
         """Store exact KV; on disk too, where there is one: its key says all that is needed to use it after a restart."""
-        self.tier.put(key, kv)
+        self.tier.put(key, kv, pin)
         if self._disk is not None:
             self._disk.offer(key, kv)
 

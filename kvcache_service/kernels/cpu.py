@@ -151,15 +151,17 @@ def mapped(out: Tensor, base: Tensor, weight: Tensor, bias: Tensor, lead: Tensor
     return layer_write
 
 
-def canonicalise(kv: Tensor, first: int, ranges: Sequence[tuple[int, int]], rope: Rope) -> list[Tensor]:
-    """Position-free copies of the token ranges [start, end) of observed KV, in its dtype. first: position of its first column."""
-    out, writes = [], []
-    for start, end in ranges:
-        columns = kv[:, :, start - first : end - first]
-        out.append(torch.empty_like(columns, memory_format=torch.contiguous_format))
-        writes.append(plain(out[-1], columns, Rotation.out_of_place(rope, torch.arange(start, end))))
+def canonicalise(out: Sequence[Tensor], kv: Tensor, first: int, starts: Sequence[int], rope: Rope) -> None:
+    """Position-free copies of token runs of observed KV: out[i] takes those that begin at position starts[i].
+
+    out: [layers, 2, tokens, kv_heads, head_dim] each, in the dtype of kv. first: position of the first column of kv.
+    """
+    writes = []
+    for target, start in zip(out, starts, strict=True):
+        end = start + target.shape[2]
+        rotation = Rotation.out_of_place(rope, torch.arange(start, end))
+        writes.append(plain(target, kv[:, :, start - first : end - first], rotation))
     write(writes, len(kv), sum(t.nbytes for t in out))
-    return out
 
 
 def shift(kv: Tensor, positions: int, rope: Rope) -> Tensor:

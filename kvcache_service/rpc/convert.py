@@ -13,6 +13,7 @@ from kvcache_service.errors import Code, KVCacheError, invalid
 from kvcache_service.geometry import Geometry, Pairing, Rope
 from kvcache_service.prompt import Fixed, Placeholder, Policy, Role, Template
 from kvcache_service.quality import Calibration
+from kvcache_service.tiers.host import Pin
 
 _DTYPES: dict[int, torch.dtype] = {
     pb.DTYPE_FLOAT32: torch.float32,
@@ -26,6 +27,7 @@ _POLICIES: dict[int, Policy] = {
     pb.POLICY_REPOSITION: Policy.REPOSITION,
     pb.POLICY_EXACT: Policy.EXACT,
 }
+_PINS: dict[int, Pin] = {pb.PIN_NONE: Pin.NONE, pb.PIN_SOFT: Pin.SOFT, pb.PIN_HARD: Pin.HARD}
 _PAIRINGS: dict[int, Pairing] = {pb.PAIRING_HALF_SPLIT: Pairing.HALF_SPLIT, pb.PAIRING_INTERLEAVED: Pairing.INTERLEAVED}
 
 
@@ -42,6 +44,15 @@ def policy(value: int) -> Policy | None:
     if value not in _POLICIES:
         raise invalid("policy", f"{value}", "send OFF, PAPER, GUARDED, REPOSITION or EXACT")
     return _POLICIES[value]
+
+
+def pin(value: int) -> Pin | None:
+    """None: as it is."""
+    if value == pb.PIN_UNSPECIFIED:
+        return None
+    if value not in _PINS:
+        raise invalid("pin", f"{value}", "send NONE, SOFT or HARD")
+    return _PINS[value]
 
 
 def geometry(request: pb.RegisterModelRequest) -> Geometry:

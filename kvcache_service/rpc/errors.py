@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import traceback
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -50,12 +52,23 @@ async def translated(context: Context, telemetry: Telemetry) -> AsyncIterator[No
     try:
         yield
     except KVCacheError as error:
+        _let_go(error)
         await _abort(context, telemetry, error)
     except (grpc.aio.AbortError, grpc.aio.UsageError):
+        raise
+    except asyncio.CancelledError as error:
+        _let_go(error)
         raise
     except Exception:
         log.exception("unexpected failure in a call")
         await _abort(context, telemetry, KVCacheError(Code.INTERNAL, "internal error", fix="prefill; see the service's log"))
+
+
+def _let_go(error: BaseException | None) -> None:
+    """The frames of a failure would hold received KV until the garbage collector comes by."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 async def _abort(context: Context, telemetry: Telemetry, error: KVCacheError) -> None:

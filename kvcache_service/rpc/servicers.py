@@ -43,6 +43,25 @@ class _Base:
     async def _run(self, call: Callable[..., Result], *args: object, **kwargs: object) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._executor, partial(call, *args, **kwargs))
 
+    async def _received(
+        self,
+        requests: AsyncIterator[pb.PutRequest | codec.Frame] | AsyncIterator[pb.ObserveRequest | codec.Frame],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """The KV whose frames follow a header, in memory of the host tier. Damaged or ill-fitting frames end the call."""
+        kv = await self._run(self._engine.memory, shape, dtype)
+        writer = FrameWriter(_memory(kv), ranges(1, 1, kv.nbytes, [(0, 1)]))
+        try:
+            async for request in requests:
+                writer.write(request if isinstance(request, codec.Frame) else request.frame)
+            writer.finish()
+        except FrameError as error:
+            raise KVCacheError(
+                Code.CHECKSUM if error.checksum else Code.INVALID, str(error), field="frame", fix="send the announced bytes again"
+            ) from error
+        return kv
+
     def _translated(self, context: Context) -> AbstractAsyncContextManager[None]:
         return translated(context, self._telemetry)
 
@@ -104,10 +123,15 @@ class KVCacheServicer(_Base):
             header = (await _first(requests)).header
             shape = tuple(header.shape)
             await self._run(self._engine.check_put, header.model_id, len(header.token_ids), shape)
-            kv = torch.empty(shape, dtype=convert.dtype(header.dtype))
-            wire = ranges(1, 1, kv.nbytes, [(0, 1)])
-            await _receive(requests, _memory(kv), wire)
-            key, existed = await self._run(self._engine.put_prefix, TENANT, header.model_id, tuple(header.token_ids), kv)
+            pin, dtype = convert.pin(header.pin), convert.dtype(header.dtype)
+            key, existed = await self._run(
+                self._engine.put_prefix,
+                TENANT,
+                header.model_id,
+                tuple(header.token_ids),
+                await self._received(requests, shape, dtype),
+                pin,
+            )
             return pb.PutReply(key=key, existed=existed)
 
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseReply:
@@ -172,12 +196,15 @@ class TurnsServicer(_Base):
             turn = await self._run(
                 self._engine.check_observation, TENANT, header.turn_id, header.start, header.tokens, convert.dtype(header.dtype)
             )
-            received = None
-            if not turn.buffer.path:
-                # Into memory of its own: by the time the last frame is here, the turn's buffer may serve another turn.
-                received = torch.empty(turn.geometry.shape(header.tokens), dtype=turn.geometry.dtype)
-                await _receive(requests, _memory(received), ranges(1, 1, received.nbytes, [(0, 1)]))
-            staged = await self._run(self._engine.observe, turn, header.start, header.tokens, received)
+            # Into memory of its own: by the time the last frame is here, the turn's buffer may serve another turn.
+            shape = turn.geometry.shape(header.tokens)
+            staged = await self._run(
+                self._engine.observe,
+                turn,
+                header.start,
+                header.tokens,
+                None if turn.buffer.path else await self._received(requests, shape, turn.geometry.dtype),
+            )
             return pb.ObserveReply(bytes=staged)
 
     async def SettleTurn(self, request: pb.SettleTurnRequest, context: Context) -> pb.SettleTurnReply:
@@ -233,21 +260,3 @@ async def _first(requests: AsyncIterator[Result | codec.Frame]) -> Result:
             break
         return request
     raise invalid("header", "the stream does not begin with one", "send the header first")
-
-
-async def _receive(
-    requests: AsyncIterator[pb.PutRequest | codec.Frame] | AsyncIterator[pb.ObserveRequest | codec.Frame],
-    buffer: memoryview,
-    wire: Sequence[tuple[int, int]],
-) -> int:
-    """Write the frames that follow a header. Damaged or ill-fitting frames end the call; nothing is kept."""
-    writer = FrameWriter(buffer, wire)
-    try:
-        async for request in requests:
-            writer.write(request if isinstance(request, codec.Frame) else request.frame)
-        writer.finish()
-    except FrameError as error:
-        raise KVCacheError(
-            Code.CHECKSUM if error.checksum else Code.INVALID, str(error), field="frame", fix="send the announced bytes again"
-        ) from error
-    return writer.received

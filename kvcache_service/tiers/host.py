@@ -1,151 +1,271 @@
-"""Host tier: immutable KV tensors under a byte budget, least recently used first out, pinned while leased."""
+"""Host tier: immutable KV tensors in one arena, by segmented LRU, pinned while leased.
+
+What has been used since it was stored is protected: tensors that nobody asks for again pass by it. Eviction takes the least
+recently used that was never used, then the least recently used of the protected ones, then soft pins; hard pins stay.
+"""
 
 from __future__ import annotations
 
-import itertools
+import enum
 import threading
+import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kvcache_service.errors import Code, KVCacheError
+from kvcache_service.tiers.arena import Arena
+
+PROTECTED = 0.8  # share of the budget; the rest is for what has still to prove its use
+HARD = 0.5  # share of the budget that hard pins may take
+
+
+class Pin(enum.Enum):
+    """NONE: by use; SOFT: evicted last; HARD: never evicted."""
+
+    NONE = enum.auto()
+    SOFT = enum.auto()
+    HARD = enum.auto()
 
 
 class Lease:
-    """Pins exactly the blobs named at its birth, until released. Releasing twice is harmless."""
+    """Holds exactly the blobs named at its birth, until released. Releasing twice is harmless."""
 
-    def __init__(self, tier: HostTier, keys: frozenset[str], number: int) -> None:
+    def __init__(self, tier: HostTier, blobs: dict[int, Tensor]) -> None:
         self._tier = tier
-        self.keys = keys
-        self.number = number
+        self.blobs = blobs  # by address
 
     def release(self) -> None:
         self._tier.release(self)
 
 
+@dataclass(eq=False)
+class _Entry:
+    blob: Tensor
+    used_at: float
+
+
+Segment = OrderedDict[str, _Entry]  # least recently used first
+
+
 class HostTier:
     """Thread-safe. A blob never changes; a removed or evicted blob stays readable for whoever leased it.
 
-    budget: bytes. Blobs under a lease are never evicted; a put that cannot fit raises QUOTA and changes nothing.
+    budget: bytes of the arena, which holds blobs and what is being received alike. idle_seconds: what was not used for so
+    long goes; None: never. A put that cannot fit raises QUOTA and changes nothing.
     """
 
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
+    def __init__(self, budget: int, *, idle_seconds: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._arena = Arena(budget)
+        self._idle_seconds = idle_seconds
+        self._clock = clock
         self._lock = threading.Lock()
-        self._blobs: OrderedDict[str, Tensor] = OrderedDict()
-        self._condemned: dict[str, Tensor] = {}  # removed while leased: readable until the last lease ends
-        self._pins: Counter[str] = Counter()
-        self._leases: dict[int, Lease] = {}
-        self._numbers = itertools.count()
-        self._used = 0
+        self._fresh: Segment = OrderedDict()  # not used since they were stored
+        self._protected: Segment = OrderedDict()
+        self._pinned: dict[Pin, Segment] = {Pin.SOFT: OrderedDict(), Pin.HARD: OrderedDict()}
+        self._segments: tuple[Segment, ...] = (self._fresh, self._protected, *self._pinned.values())
+        self._protected_bytes = 0
+        self._leases: set[Lease] = set()
+        self._held: Counter[int] = Counter()  # address of a leased blob -> leases
+        self._leased_bytes = 0
         self.evictions = 0
 
-    def put(self, key: str, blob: Tensor) -> None:
-        """Store or replace. The old bytes of a replaced key stay with their leases."""
+    @property
+    def budget(self) -> int:
+        return self._arena.size
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory of the tier, contents undefined; room is made for it. It is free again when its last tensor has gone."""
         with self._lock:
-            self._make_room(blob.nbytes)
-            if key in self._blobs:
-                self._drop(key)
-            self._blobs[key] = blob
-            self._used += blob.nbytes
+            return self._empty(shape, dtype)
+
+    def put(self, key: str, blob: Tensor, pin: Pin = Pin.NONE) -> None:
+        """Store or replace. The old bytes of a replaced key stay with their leases. A blob from elsewhere is copied in."""
+        with self._lock:
+            if pin is Pin.HARD:
+                self._refuse_hard(key, blob.nbytes)
+            mine = blob
+            if not self._arena.owns(blob):
+                mine = self._empty(blob.shape, blob.dtype)
+                mine.copy_(blob)
+            self._drop(key)
+            self._segment(pin)[key] = _Entry(mine, self._clock())
 
     def get(self, key: str) -> Tensor | None:
-        """The blob, marked as recently used; None is a miss."""
+        """The blob, marked as used; None is a miss."""
         with self._lock:
-            blob = self._blobs.get(key)
-            if blob is not None:
-                self._blobs.move_to_end(key)
-            return blob
+            entry = self._use(key)
+            return entry.blob if entry is not None else None
 
     def has(self, key: str) -> bool:
         with self._lock:
-            return key in self._blobs
+            return any(key in segment for segment in self._segments)
 
     def size(self, key: str) -> int:
         """Bytes under the key; 0 when it is absent."""
         with self._lock:
-            blob = self._blobs.get(key)
-            return blob.nbytes if blob is not None else 0
+            return next((segment[key].blob.nbytes for segment in self._segments if key in segment), 0)
+
+    def pin(self, key: str, pin: Pin) -> bool:
+        """Change how a blob is kept; False when it is absent. Raises QUOTA for too many hard pins."""
+        with self._lock:
+            entry = next((segment[key] for segment in self._segments if key in segment), None)
+            if entry is None:
+                return False
+            if pin is Pin.HARD:
+                self._refuse_hard(key, entry.blob.nbytes)
+            self._drop(key)
+            self._segment(pin)[key] = entry
+            return True
 
     def lease(self, keys: Iterable[str]) -> Lease:
-        """Pin all of `keys`, or raise MISS and pin none."""
-        wanted = frozenset(keys)
+        """Hold all of `keys`, or raise MISS and hold none."""
         with self._lock:
-            absent = sorted(wanted - self._blobs.keys())
+            entries = [self._use(key) for key in frozenset(keys)]
+            absent = entries.count(None)
             if absent:
-                raise KVCacheError(Code.MISS, f"{len(absent)} tensors are gone", fix="prefill, or open the turn again")
-            for key in wanted:
-                self._pins[key] += 1
-                self._blobs.move_to_end(key)
-            lease = Lease(self, wanted, next(self._numbers))
-            self._leases[lease.number] = lease
+                raise KVCacheError(Code.MISS, f"{absent} tensors are gone", fix="prefill, or open the turn again")
+            blobs = {entry.blob.data_ptr(): entry.blob for entry in entries if entry is not None}
+            self._leased_bytes += sum(blob.nbytes for address, blob in blobs.items() if not self._held[address])
+            self._held.update(blobs.keys())
+            lease = Lease(self, blobs)
+            self._leases.add(lease)
             return lease
 
     def release(self, lease: Lease) -> None:
         with self._lock:
-            if self._leases.pop(lease.number, None) is None:
+            if lease not in self._leases:
                 return
-            for key in lease.keys:
-                self._pins[key] -= 1
-                if not self._pins[key]:
-                    del self._pins[key]
-                    blob = self._condemned.pop(key, None)
-                    if blob is not None:
-                        self._used -= blob.nbytes
+            self._leases.remove(lease)
+            self._held.subtract(lease.blobs.keys())
+            for address, blob in lease.blobs.items():
+                if not self._held[address]:
+                    del self._held[address]
+                    self._leased_bytes -= blob.nbytes
+            lease.blobs = {}
 
     def remove(self, keys: Iterable[str]) -> None:
         """Forget blobs; their memory is freed when the last lease ends. Unknown keys are ignored."""
         with self._lock:
             for key in keys:
-                if key in self._blobs:
+                self._drop(key)
+
+    def expire(self) -> None:
+        """Drop what was not used for `idle_seconds`, but for pins and leases."""
+        if self._idle_seconds is None:
+            return
+        with self._lock:
+            before = self._clock() - self._idle_seconds
+            for segment in (self._fresh, self._protected):
+                for key in [k for k, entry in segment.items() if entry.used_at <= before and not self._leased(entry)]:
                     self._drop(key)
-
-    def _drop(self, key: str) -> None:
-        blob = self._blobs.pop(key)
-        if self._pins.get(key) and key not in self._condemned:
-            self._condemned[key] = blob
-        else:
-            self._used -= blob.nbytes
-
-    def _make_room(self, size: int) -> None:
-        free = self.budget - self._used
-        victims = []
-        if size > free:
-            for key, blob in self._blobs.items():
-                if not self._pins.get(key):
-                    victims.append(key)
-                    free += blob.nbytes
-                    if size <= free:
-                        break
-        if size > free:
-            raise KVCacheError(
-                Code.QUOTA, f"{size} bytes do not fit into the host tier", fix="raise host_bytes or end turns that hold leases"
-            )
-        for key in victims:
-            self._drop(key)
-        self.evictions += len(victims)
 
     @property
     def used_bytes(self) -> int:
-        return self._used
+        """Bytes of the arena in use: blobs, and what is being received."""
+        return self._arena.used_bytes
+
+    @property
+    def largest_free_bytes(self) -> int:
+        return self._arena.largest_free_bytes
 
     @property
     def leased_bytes(self) -> int:
+        return self._leased_bytes
+
+    @property
+    def pinned_bytes(self) -> int:
         with self._lock:
-            return sum(self._blob(key).nbytes for key in self._pins)
+            return sum(entry.blob.nbytes for segment in self._pinned.values() for entry in segment.values())
 
     @property
     def leases(self) -> int:
         return len(self._leases)
 
-    def _blob(self, key: str) -> Tensor:
-        return self._condemned[key] if key in self._condemned else self._blobs[key]
-
     def check(self) -> None:
         """Assert the invariants; for tests and post-mortems."""
+        self._arena.check()
         with self._lock:
-            assert self._used == sum(b.nbytes for b in [*self._blobs.values(), *self._condemned.values()])
-            assert self._used <= self.budget
-            assert +self._pins == Counter(k for lease in self._leases.values() for k in lease.keys)
-            assert self._condemned.keys() <= self._pins.keys()
+            keys = [key for segment in self._segments for key in segment]
+            assert len(keys) == len(set(keys))
+            stored = {e.blob.data_ptr(): e.blob for segment in self._segments for e in segment.values()}
+            leased = {address: blob for lease in self._leases for address, blob in lease.blobs.items()}
+            assert all(self._arena.owns(blob) for blob in (stored | leased).values())
+            assert sum(blob.nbytes for blob in (stored | leased).values()) <= self._arena.used_bytes
+            assert self._protected_bytes == sum(entry.blob.nbytes for entry in self._protected.values())
+            assert self._held == Counter(address for lease in self._leases for address in lease.blobs)
+            assert self._leased_bytes == sum(blob.nbytes for blob in leased.values())
+
+    def _segment(self, pin: Pin) -> Segment:
+        return self._fresh if pin is Pin.NONE else self._pinned[pin]
+
+    def _use(self, key: str) -> _Entry | None:
+        """Its first use protects a blob; the least recently used of the protected ones makes room."""
+        entry = self._fresh.pop(key, None)
+        if entry is not None:
+            self._protected[key] = entry
+            self._protected_bytes += entry.blob.nbytes
+            while self._protected_bytes > PROTECTED * self.budget and len(self._protected) > 1:
+                old, demoted = self._protected.popitem(last=False)
+                self._protected_bytes -= demoted.blob.nbytes
+                self._fresh[old] = demoted
+        for segment in self._segments[1:]:
+            if key in segment:
+                segment.move_to_end(key)
+                entry = segment[key]
+        if entry is not None:
+            entry.used_at = self._clock()
+        return entry
+
+    def _drop(self, key: str) -> None:
+        for segment in self._segments:
+            entry = segment.pop(key, None)
+            if entry is not None and segment is self._protected:
+                self._protected_bytes -= entry.blob.nbytes
+
+    def _leased(self, entry: _Entry) -> bool:
+        return entry.blob.data_ptr() in self._held
+
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        size = torch.Size(shape).numel() * dtype.itemsize
+        block = self._arena.take(size)
+        if block is None:
+            self._refuse_hopeless(size)
+        while block is None:
+            victim = self._victim()
+            if victim is None:
+                raise _full(size)
+            self._drop(victim)
+            self.evictions += 1
+            block = self._arena.take(size)
+        return block.view(dtype).view(*shape)
+
+    def _victim(self) -> str | None:
+        segments = (self._fresh, self._protected, self._pinned[Pin.SOFT])
+        return next((key for segment in segments for key, entry in segment.items() if not self._leased(entry)), None)
+
+    def _refuse_hopeless(self, size: int) -> None:
+        """Evict nothing for what cannot fit."""
+        hard = sum(entry.blob.nbytes for entry in self._pinned[Pin.HARD].values() if not self._leased(entry))
+        if size > self.budget - hard - self._leased_bytes:
+            raise _full(size)
+
+    def _refuse_hard(self, key: str, size: int) -> None:
+        hard = self._pinned[Pin.HARD]
+        held = sum(entry.blob.nbytes for other, entry in hard.items() if other != key)
+        if held + size > HARD * self.budget:
+            raise KVCacheError(
+                Code.QUOTA,
+                f"hard pins would hold {held + size} bytes of {self.budget}",
+                field="pin",
+                fix=f"pin softly, or unpin: hard pins may take {HARD:.0%} of the host tier",
+            )
+
+
+def _full(size: int) -> KVCacheError:
+    return KVCacheError(
+        Code.QUOTA, f"{size} bytes do not fit into the host tier", fix="raise host_bytes or end turns that hold leases"
+    )

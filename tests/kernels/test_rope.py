@@ -222,7 +222,8 @@ def test_canonicalise_on_cpu_matches_float64() -> None:
     rope = Rope("yarn", (1.0, 0.1, 0.01), 1.2, Pairing.HALF_SPLIT, 6)
     kv = as_kv(keys(5, 2, 8))
     positions = torch.arange(5) + 40
-    first, second = cpu.canonicalise(kv, 40, [(40, 42), (42, 45)], rope)
+    first, second = torch.empty_like(kv[:, :, :2]), torch.empty_like(kv[:, :, 2:])
+    cpu.canonicalise([first, second], kv, 40, [40, 42], rope)
     got = torch.cat([first, second], 2).double()
     torch.testing.assert_close(got, reference.canonicalise(kv, positions, rope), rtol=1e-5, atol=1e-6)
 

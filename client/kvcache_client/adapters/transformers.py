@@ -202,7 +202,7 @@ class Agent:
             ids, positions = torch.tensor(first), torch.arange(len(first))
             SlotCache(buffer).forward(self.shared.model, ids, positions, len(first), logits=1)
             try:
-                client.put(self._request.model_id, first, buffer.view(torch.uint8).numpy().data.cast("B"))
+                client.put(self._request.model_id, first, buffer.view(torch.uint8).numpy().data.cast("B"), pin="soft")
             except CacheError as error:
                 self.shared.faults.count(error)  # turns work without it; they teach the role prompt as well
         self._template_id, self._generation = reply.template_id, client.generation

@@ -99,6 +99,13 @@ class ErrorCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_CODE_STATE: _ClassVar[ErrorCode]
     ERROR_CODE_CATALOG: _ClassVar[ErrorCode]
     ERROR_CODE_INTERNAL: _ClassVar[ErrorCode]
+
+class Pin(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PIN_UNSPECIFIED: _ClassVar[Pin]
+    PIN_NONE: _ClassVar[Pin]
+    PIN_SOFT: _ClassVar[Pin]
+    PIN_HARD: _ClassVar[Pin]
 TRANSPORT_UNSPECIFIED: Transport
 TRANSPORT_SHARED_MEMORY: Transport
 TRANSPORT_STREAM: Transport
@@ -163,6 +170,10 @@ ERROR_CODE_CONFLICT: ErrorCode
 ERROR_CODE_STATE: ErrorCode
 ERROR_CODE_CATALOG: ErrorCode
 ERROR_CODE_INTERNAL: ErrorCode
+PIN_UNSPECIFIED: Pin
+PIN_NONE: Pin
+PIN_SOFT: Pin
+PIN_HARD: Pin
 
 class ErrorDetail(_message.Message):
     __slots__ = ("code", "field", "fix", "retry")
@@ -315,16 +326,18 @@ class Frame(_message.Message):
     def __init__(self, data: _Optional[bytes] = ..., crc32: _Optional[int] = ...) -> None: ...
 
 class PutHeader(_message.Message):
-    __slots__ = ("model_id", "token_ids", "dtype", "shape")
+    __slots__ = ("model_id", "token_ids", "dtype", "shape", "pin")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
+    PIN_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     dtype: DType
     shape: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, model_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[_Union[DType, str]] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
+    pin: Pin
+    def __init__(self, model_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[_Union[DType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., pin: _Optional[_Union[Pin, str]] = ...) -> None: ...
 
 class PutRequest(_message.Message):
     __slots__ = ("header", "frame")
