@@ -75,19 +75,32 @@ class Turn:
         """True when the service has KV for this turn."""
         return len(self.fresh) < self.plan.prompt_tokens
 
-    def fetch(self) -> None:
-        """Bring the assembled KV into `buffer`. Raises CacheError; the caller prefills then."""
+    def fetch(self, on_layers: Callable[[int], None] | None = None) -> None:
+        """Bring the assembled KV into `buffer`, lowest layers first. Raises CacheError; the caller prefills then.
+
+        on_layers: told on this thread how many layers are complete, whenever more are, so that an engine may begin to compute.
+        """
         started = time.perf_counter()
-        writer = FrameWriter(self.buffer, self._fetch_wire())
+        wire = self._fetch_wire()
+        writer = FrameWriter(self.buffer, wire)
+        layer_bytes = 2 * sum(length for _, length in wire) // self._planes
         summary = None
+        complete = 0
+
+        def progress(layers: int) -> None:
+            nonlocal complete
+            if on_layers is not None and layers > complete:
+                complete = layers
+                on_layers(layers)
 
         def read() -> None:
             nonlocal summary
             for reply in self._stub.FetchTurn(pb.FetchTurnRequest(turn_id=self.plan.turn_id), timeout=self._timeout):
-                if isinstance(reply, codec.Frame):
-                    writer.write(reply)
-                elif reply.WhichOneof("part") == "frame":
-                    writer.write(reply.frame)
+                if isinstance(reply, codec.Frame) or reply.WhichOneof("part") == "frame":
+                    writer.write(reply if isinstance(reply, codec.Frame) else reply.frame)
+                    progress(writer.received // layer_bytes)
+                elif reply.WhichOneof("part") == "layers":
+                    progress(reply.layers)
                 else:
                     summary = reply.summary
             if self._private is not None:
@@ -159,11 +172,11 @@ class Turn:
         self._over = True
 
     def _fetch_wire(self) -> list[tuple[int, int]]:
-        prompt, total = self.plan.prompt_tokens, self.plan.buffer_tokens
-        return self._wire([(0, prompt), (prompt + self._reserve, total)])
+        cached = [(s.start, s.start + s.tokens) for s in self.plan.segments if s.action != pb.ACTION_DENSE]
+        return self._wire([*cached, (self.plan.prompt_tokens + self._reserve, self.plan.buffer_tokens)])
 
     def _wire(self, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        return ranges(self._planes, self.plan.buffer_tokens, self._row, spans)
+        return ranges(range(self._planes), self.plan.buffer_tokens, self._row, spans)
 
     def _call(self, rpc: Callable[[], Reply]) -> Reply:
         try:

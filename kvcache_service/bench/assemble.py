@@ -77,7 +77,7 @@ def _timed(one: cpu.LayerWrite, out: Tensor) -> Timer:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            return seconds(lambda: cpu.write([one], len(out), out.nbytes))
+            return seconds(lambda: cpu.write([one], range(len(out)), out.nbytes))
         finally:
             torch.set_num_threads(threads)
 

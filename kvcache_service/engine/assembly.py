@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -18,8 +18,12 @@ from kvcache_service.tiers.host import HostTier
 #   [prompt + reserve, …)        re-positioned base at the probe positions, to judge the correction against
 
 
-def assemble(out: Tensor, plan: Plan, geometry: Geometry, reserve: int) -> None:
-    """out: the turn's buffer [layers, 2, columns, kv_heads, head_dim]; every reused column is written once."""
+def assemble(out: Tensor, plan: Plan, geometry: Geometry, reserve: int, band_bytes: int) -> Iterator[range]:
+    """Write every reused column once, lowest layers first; yields the layers that have become complete, about `band_bytes`
+    at a time.
+
+    out: the turn's buffer [layers, 2, columns, kv_heads, head_dim].
+    """
     probe_column = plan.prompt_tokens + reserve
     writes = []
     for segment in plan.segments:
@@ -32,7 +36,12 @@ def assemble(out: Tensor, plan: Plan, geometry: Geometry, reserve: int) -> None:
             columns = out[:, :, probe_column : probe_column + len(segment.probe)]
             writes.append(_write_probe(columns, segment, segment.source.base, geometry))
             probe_column += len(segment.probe)
-    cpu.write(writes, geometry.layers, fetched_tokens(plan) * geometry.token_bytes)
+    layer_bytes = fetched_tokens(plan) * geometry.token_bytes // geometry.layers
+    step = max(1, min(geometry.layers, band_bytes // max(1, layer_bytes)))
+    for first in range(0, geometry.layers, step):
+        layers = range(first, min(first + step, geometry.layers))
+        cpu.write(writes, layers, len(layers) * layer_bytes)
+        yield layers
 
 
 def _write_probe(columns: Tensor, segment: SegmentPlan, base: Tensor, geometry: Geometry) -> cpu.LayerWrite:

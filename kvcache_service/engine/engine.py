@@ -8,7 +8,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -285,19 +285,30 @@ class Engine:
             raise invalid("samples", f"{total} tokens with the reserve", f"stay within {longest}")
         return chunked([t for span in spans for t in span.token_ids]) if policy is Policy.EXACT else spans
 
-    def assemble(self, tenant: str, turn_id: str) -> tuple[Turn, float]:
-        """Write the turn's KV into its buffer, once. Returns the seconds that it took."""
-        turn = self._find(tenant, turn_id)
+    def turn(self, tenant: str, turn_id: str) -> Turn:
+        """The open turn. Raises UNKNOWN_TURN or LEASE_EXPIRED."""
+        return self._find(tenant, turn_id)
+
+    def assemble(self, turn: Turn, band_bytes: int) -> Iterator[range]:
+        """Write the turn's KV into its buffer, once, lowest layers first. Yields layers that are complete, in order."""
         with turn.lock:
             self._require(turn, Phase.PLANNED, Phase.ASSEMBLED)
-            if turn.phase is Phase.ASSEMBLED:
-                return turn, 0.0
-            started = self._clock()
-            assembly.assemble(turn.tensor, turn.plan, turn.geometry, turn.reserve)
-            turn.phase = Phase.ASSEMBLED
-            elapsed = self._clock() - started
-        self._telemetry.assembly.observe(elapsed)
-        return turn, elapsed
+            done = turn.phase is Phase.ASSEMBLED
+            bands = assembly.assemble(turn.tensor, turn.plan, turn.geometry, turn.reserve, band_bytes)
+        if done:
+            yield range(turn.geometry.layers)
+            return
+        while True:
+            with turn.lock:
+                self._require(turn, Phase.PLANNED, Phase.ASSEMBLED)
+                started = self._clock()
+                layers = next(bands, None)
+                turn.assembly_seconds += self._clock() - started
+                if layers is None:
+                    turn.phase = Phase.ASSEMBLED
+                    break
+            yield layers
+        self._telemetry.assembly.observe(turn.assembly_seconds)
 
     def check_observation(self, tenant: str, turn_id: str, start: int, tokens: int, dtype: torch.dtype) -> Turn:
         """The turn, when [start, start + tokens) lies within prompt and reserve."""

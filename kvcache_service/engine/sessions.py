@@ -107,6 +107,7 @@ class Turn:
     trial: Trial | None = None
     audit: bool = False  # the worker is asked for a trial of the same samples
     phase: Phase = Phase.PLANNED
+    assembly_seconds: float = 0.0
     staged: dict[int, Tensor] = field(default_factory=dict)
     observed: int = 0  # columns [0, observed) end where the farthest observation did
     verdict: Verdict | None = None

@@ -68,12 +68,12 @@ class Rotation:
         return cls(cos.numpy(), sin.numpy(), rope.pairing is Pairing.INTERLEAVED)
 
 
-def write(writes: Sequence[LayerWrite], layers: int, size: int) -> None:
-    """Run `writes` for every layer, lowest first, on all cores. size: bytes that they write in all."""
-    parts = min(_THREADS, layers) if size > _ALONE_BYTES else 1
+def write(writes: Sequence[LayerWrite], layers: range, size: int) -> None:
+    """Run `writes` for these layers, lowest first, on all cores. size: bytes that they write in all."""
+    parts = min(_THREADS, len(layers)) if size > _ALONE_BYTES else 1
 
     def part(number: int) -> None:
-        for layer in range(number, layers, parts):
+        for layer in layers[number::parts]:
             for one in writes:
                 one(layer)
 
@@ -161,13 +161,13 @@ def canonicalise(out: Sequence[Tensor], kv: Tensor, first: int, starts: Sequence
         end = start + target.shape[2]
         rotation = Rotation.out_of_place(rope, torch.arange(start, end))
         writes.append(plain(target, kv[:, :, start - first : end - first], rotation))
-    write(writes, len(kv), sum(t.nbytes for t in out))
+    write(writes, range(len(kv)), sum(t.nbytes for t in out))
 
 
 def shift(kv: Tensor, positions: int, rope: Rope) -> Tensor:
     """A copy whose keys are turned by `positions`, to compare with policies that lack the canonical frame."""
     out = torch.empty_like(kv, memory_format=torch.contiguous_format)
-    write([plain(out, kv, Rotation.by(rope, positions, kv.shape[2]))], len(kv), kv.nbytes)
+    write([plain(out, kv, Rotation.by(rope, positions, kv.shape[2]))], range(len(kv)), kv.nbytes)
     return out
 
 
@@ -189,7 +189,7 @@ def prepare(dtype: torch.dtype, rope: Rope, head_dim: int) -> None:
         blended(out, base, (), (), rotation),
         mapped(out, base, weight, bias, torch.zeros(2, 2, 1, 1, head_dim), rotation),
     ]
-    write(kinds, len(base), 0)
+    write(kinds, range(len(base)), 0)
     finite(base)
 
 

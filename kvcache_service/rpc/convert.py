@@ -6,7 +6,7 @@ import torch
 from kvcache_proto.v1 import kvcache_pb2 as pb
 
 from kvcache_service.engine.engine import Opened
-from kvcache_service.engine.plan import Blending, Reason, Trial
+from kvcache_service.engine.plan import Action, Blending, Reason, Trial
 from kvcache_service.engine.sessions import Distance, Probe, Settlement, Turn, Verdict
 from kvcache_service.engine.trust import TemplateStatus
 from kvcache_service.errors import Code, KVCacheError, invalid
@@ -165,8 +165,9 @@ def opened(value: Opened, lease_seconds: float) -> pb.OpenTurnReply:
 
 
 def fetch_ranges(turn: Turn) -> list[tuple[int, int]]:
-    """Columns that a stream carries: the prompt and the probe columns, not the reserve."""
-    return [(0, turn.plan.prompt_tokens), (turn.plan.prompt_tokens + turn.reserve, turn.columns)]
+    """Columns that a stream carries: those of cached segments and the probe columns."""
+    cached = [(s.span.start, s.span.end) for s in turn.plan.segments if s.action is not Action.DENSE]
+    return [*cached, (turn.plan.prompt_tokens + turn.reserve, turn.columns)]
 
 
 def settlement(request: pb.SettleTurnRequest) -> Settlement:

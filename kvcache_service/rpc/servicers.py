@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager
 from functools import partial
@@ -26,6 +26,8 @@ from kvcache_service.rpc.errors import translated
 from kvcache_service.telemetry import Telemetry
 
 PROTOCOL = 1
+# Written before the worker hears of it. Through a stream, the next band is assembled while the last one travels.
+_BAND_BYTES = {True: 8 << 20, False: 2 << 20}  # by shared memory
 TENANT = "default"  # the identity of callers on a service without authentication
 
 Result = TypeVar("Result")
@@ -43,6 +45,16 @@ class _Base:
     async def _run(self, call: Callable[..., Result], *args: object, **kwargs: object) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._executor, partial(call, *args, **kwargs))
 
+    async def _ahead(self, work: Iterator[Result]) -> AsyncIterator[Result]:
+        """The items of `work`, made by the thread pool; the next one is made while the last one is used."""
+        upcoming = asyncio.ensure_future(self._run(next, work, None))
+        try:
+            while (item := await upcoming) is not None:
+                upcoming = asyncio.ensure_future(self._run(next, work, None))
+                yield item
+        finally:
+            upcoming.cancel()
+
     async def _received(
         self,
         requests: AsyncIterator[pb.PutRequest | codec.Frame] | AsyncIterator[pb.ObserveRequest | codec.Frame],
@@ -51,7 +63,7 @@ class _Base:
     ) -> Tensor:
         """The KV whose frames follow a header, in memory of the host tier. Damaged or ill-fitting frames end the call."""
         kv = await self._run(self._engine.memory, shape, dtype)
-        writer = FrameWriter(_memory(kv), ranges(1, 1, kv.nbytes, [(0, 1)]))
+        writer = FrameWriter(_memory(kv), ranges(range(1), 1, kv.nbytes, [(0, 1)]))
         try:
             async for request in requests:
                 writer.write(request if isinstance(request, codec.Frame) else request.frame)
@@ -178,17 +190,17 @@ class TurnsServicer(_Base):
 
     async def FetchTurn(self, request: pb.FetchTurnRequest, context: Context) -> AsyncIterator[pb.FetchTurnReply | bytes]:
         async with self._translated(context):
-            turn, seconds = await self._run(self._engine.assemble, TENANT, request.turn_id)
+            turn = await self._run(self._engine.turn, TENANT, request.turn_id)
             sent = 0
-            if not turn.buffer.path:
-                wire = _wire(turn, convert.fetch_ranges(turn))
-                sent = sum(length for _, length in wire)
-                stream = frames(pb.FetchTurnReply, _memory(turn.buffer.bytes), wire)
-                upcoming = asyncio.ensure_future(self._run(next, stream, None))
-                while (message := await upcoming) is not None:
-                    upcoming = asyncio.ensure_future(self._run(next, stream, None))
+            async for layers in self._ahead(self._engine.assemble(turn, _BAND_BYTES[bool(turn.buffer.path)])):
+                if turn.buffer.path:
+                    yield pb.FetchTurnReply(layers=layers.stop)
+                    continue
+                wire = _wire(turn, layers)
+                sent += sum(length for _, length in wire)
+                async for message in self._ahead(frames(pb.FetchTurnReply, _memory(turn.buffer.bytes), wire)):
                     yield message
-            yield pb.FetchTurnReply(summary=pb.FetchSummary(assembly_seconds=seconds, bytes=sent))
+            yield pb.FetchTurnReply(summary=pb.FetchSummary(assembly_seconds=turn.assembly_seconds, bytes=sent))
 
     async def Observe(self, requests: AsyncIterator[pb.ObserveRequest | codec.Frame], context: Context) -> pb.ObserveReply:
         async with self._translated(context):
@@ -248,10 +260,10 @@ def _memory(tensor: Tensor) -> memoryview:
     return tensor.view(torch.uint8).numpy().data.cast("B")
 
 
-def _wire(turn: Turn, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def _wire(turn: Turn, layers: range) -> list[tuple[int, int]]:
     geometry = turn.geometry
     row = geometry.kv_heads * geometry.head_dim * geometry.dtype.itemsize
-    return ranges(geometry.layers * 2, turn.columns, row, spans)
+    return ranges(range(2 * layers.start, 2 * layers.stop), turn.columns, row, convert.fetch_ranges(turn))
 
 
 async def _first(requests: AsyncIterator[Result | codec.Frame]) -> Result:

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from kvcache_client import CacheError, KVCacheClient
 from kvcache_client.adapters.transformers import Agent, Answer, SharedModel
 from kvcache_proto.v1 import kvcache_pb2 as pb
 
+from kvcache_service.bench import scene
 from kvcache_service.evaluation.service import ServiceProcess
 from tests.conftest import ByteTokenizer
 
@@ -150,3 +152,31 @@ def test_exact_kv_outlives_a_killed_service(
         assert answer.reused_tokens == len(role)
         assert answer.token_ids == talker.run({"question": "why?"}, max_new_tokens=4, cache=False).token_ids
         assert service.metrics()["kvcache_disk_damaged"] == 0
+
+
+def test_layers_are_complete_when_they_are_announced(start_service: Callable[..., ServiceProcess], transport: str) -> None:
+    """Lowest first, in several steps; what is announced has its final bytes, so that an engine may begin on it."""
+    kv = scene.noise(1024)
+    token_ids = scene.Prompts().take(1024)
+    seen: list[int] = []
+    with start_service() as service, KVCacheClient(service.target, transport=transport) as client:
+        template = scene.stored_prefix(client, token_ids, kv)
+        with client.open_turn(template, {"rest": [1, 2, 3]}, reserve_tokens=5) as turn:
+            found = torch.frombuffer(turn.buffer, dtype=torch.bfloat16).view(16, 2, 1032, 4, 128)
+
+            def complete(layers: int) -> None:
+                seen.append(layers)
+                assert torch.equal(found[:layers, 1, :1024], kv[:layers, 1])
+
+            turn.fetch(complete)
+    assert len(seen) > 2
+    assert seen == sorted(set(seen))
+    assert seen[-1] == 16
+
+
+def test_a_dense_segment_does_not_travel(start_service: Callable[..., ServiceProcess]) -> None:
+    with start_service() as service, KVCacheClient(service.target, transport="stream") as client:
+        template = scene.stored_prefix(client, list(range(64)), scene.noise(64))
+        with client.open_turn(template, {"rest": list(range(100, 400))}, reserve_tokens=0) as turn:
+            replies = list(client._turns.FetchTurn(pb.FetchTurnRequest(turn_id=turn.plan.turn_id)))
+    assert replies[-1].summary.bytes == 64 * scene.TOKEN_BYTES

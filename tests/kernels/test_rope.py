@@ -162,7 +162,7 @@ def test_cpu_backend_matches_float64(
     ]
     for prepared, expected in cases:
         out = torch.full((layers, 2, tokens + 2, heads, dim), -777.0, dtype=dtype)
-        cpu.write([prepared(out[:, :, 1:-1])], layers, size)
+        cpu.write([prepared(out[:, :, 1:-1])], range(layers), size)
         placed = reference.place(expected, positions, rope)
         error = (out[:, :, 1:-1].double() - placed).norm() / placed.norm()
         assert error <= tolerance
@@ -185,7 +185,7 @@ def test_a_long_segment_is_corrected_in_tiles(dtype: torch.dtype) -> None:
     expected[0] = base[0].double()
     out = torch.empty_like(base)
     rotation = cpu.Rotation.into_place(rope, torch.arange(tokens))
-    cpu.write([cpu.mapped(out, base, weight, bias, lead, rotation)], layers, out.nbytes)
+    cpu.write([cpu.mapped(out, base, weight, bias, lead, rotation)], range(layers), out.nbytes)
     placed = reference.place(expected, torch.arange(tokens), rope)
     error = (out.double() - placed).norm(dim=(-1, -2)) / placed.norm(dim=(-1, -2)).clamp_min(1e-3)
     assert error.max() <= {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
@@ -200,10 +200,10 @@ def test_rounding_is_to_nearest_even() -> None:
     rotation = cpu.Rotation.by(rope, 0, 4096)
     for dtype in (torch.bfloat16, torch.float16):
         out = torch.empty_like(wide, dtype=dtype)
-        cpu.write([cpu.plain(out, wide, rotation)], 1, 0)
+        cpu.write([cpu.plain(out, wide, rotation)], range(1), 0)
         torch.testing.assert_close(out, wide.to(dtype), rtol=0, atol=0, equal_nan=True)
         again = torch.empty_like(out)
-        cpu.write([cpu.plain(again, out, rotation)], 1, 0)
+        cpu.write([cpu.plain(again, out, rotation)], range(1), 0)
         torch.testing.assert_close(again, out, rtol=0, atol=0, equal_nan=True)
 
 

@@ -119,7 +119,7 @@ def test_frames_carry_exactly_the_chosen_columns(planes: int, columns: int, row:
     cuts = sorted(data.draw(st.lists(st.integers(0, columns), min_size=4, max_size=4)))
     spans = [(cuts[0], cuts[1]), (cuts[2], cuts[3])]
     source = bytes(range(planes * columns * row)) if planes * columns * row < 256 else bytes(planes * columns * row)
-    wire = ranges(planes, columns, row, spans)
+    wire = ranges(range(planes), columns, row, spans)
     sent = [pb.FetchTurnReply.FromString(message).frame for message in frames(pb.FetchTurnReply, memoryview(source), wire, limit)]
     assert all(len(f.data) == limit for f in sent[:-1])
     target = bytearray(b"\xff" * len(source))
@@ -175,7 +175,7 @@ def test_a_frame_from_another_protobuf_writer_is_read() -> None:
 
 
 def test_damaged_and_incomplete_frames_are_refused() -> None:
-    wire = ranges(1, 1, 8, [(0, 1)])
+    wire = ranges(range(1), 1, 8, [(0, 1)])
     (message,) = frames(pb.PutRequest, memoryview(b"12345678"), wire)
     flipped = pb.Frame(data=b"12345679", crc32=pb.PutRequest.FromString(message).frame.crc32)
     with pytest.raises(FrameError, match="checksum") as error:

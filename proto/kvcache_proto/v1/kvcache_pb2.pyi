@@ -478,12 +478,14 @@ class FetchTurnRequest(_message.Message):
     def __init__(self, turn_id: _Optional[str] = ...) -> None: ...
 
 class FetchTurnReply(_message.Message):
-    __slots__ = ("frame", "summary")
+    __slots__ = ("frame", "summary", "layers")
     FRAME_FIELD_NUMBER: _ClassVar[int]
     SUMMARY_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
     frame: Frame
     summary: FetchSummary
-    def __init__(self, frame: _Optional[_Union[Frame, _Mapping]] = ..., summary: _Optional[_Union[FetchSummary, _Mapping]] = ...) -> None: ...
+    layers: int
+    def __init__(self, frame: _Optional[_Union[Frame, _Mapping]] = ..., summary: _Optional[_Union[FetchSummary, _Mapping]] = ..., layers: _Optional[int] = ...) -> None: ...
 
 class FetchSummary(_message.Message):
     __slots__ = ("assembly_seconds", "bytes")

@@ -25,11 +25,15 @@ class FrameError(ValueError):
         self.checksum = checksum
 
 
-def ranges(planes: int, columns: int, row: int, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """(offset, length) in bytes of the column spans [start, end) in every plane, in wire order; empty spans drop out."""
-    return [
-        ((plane * columns + start) * row, (end - start) * row) for plane in range(planes) for start, end in spans if end > start
-    ]
+def ranges(planes: range, columns: int, row: int, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(offset, length) in bytes of the column spans [start, end) in every plane, in wire order; neighbours are joined."""
+    joined: list[tuple[int, int]] = []
+    for start, end in spans:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], end)
+        elif end > start:
+            joined.append((start, end))
+    return [((plane * columns + start) * row, (end - start) * row) for plane in planes for start, end in joined]
 
 
 def frames(kind: type[Message], buffer: memoryview, wire: Iterable[tuple[int, int]], limit: int = FRAME_BYTES) -> Iterator[bytes]:
