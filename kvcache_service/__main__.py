@@ -81,7 +81,7 @@ def build_engine(config: Config, url: str, telemetry: Telemetry) -> Engine:
     )
     return Engine(
         settings,
-        HostTier(host_budget(config), idle_seconds=config.host_idle_seconds),
+        HostTier(host_budget(config), idle_seconds=config.host_idle_seconds, touch=config.host_touch),
         lambda on_delete: Catalog(url, boot_id, limits, timeout=config.redis_timeout, on_delete=on_delete),
         SharedDirectory(config.shared_memory_dir, boot_id),
         telemetry,

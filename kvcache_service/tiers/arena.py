@@ -19,13 +19,16 @@ class Arena:
     """Thread-safe. A block lives as long as any tensor on it, whoever holds that tensor; then it is free again.
 
     size: bytes. Best fit, lowest address first; free neighbours merge at once, so that free space does not crumble.
+    touch: take all pages from the system now rather than at their first use.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, touch: bool = False) -> None:
         self.size = size // ALIGN * ALIGN
         mapped = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         mapped.madvise(mmap.MADV_HUGEPAGE)  # a page fault per 2 MiB instead of one per 4 KiB
         self._region = np.frombuffer(mapped, np.uint8)
+        if touch:
+            self._region.fill(0)
         self._lock = threading.Lock()
         self._free: list[tuple[int, int]] = [(self.size, 0)]  # (bytes, start), sorted
         self._starts: dict[int, int] = {0: self.size}  # of free blocks: start -> bytes

@@ -55,11 +55,13 @@ class HostTier:
     """Thread-safe. A blob never changes; a removed or evicted blob stays readable for whoever leased it.
 
     budget: bytes of the arena, which holds blobs and what is being received alike. idle_seconds: what was not used for so
-    long goes; None: never. A put that cannot fit raises QUOTA and changes nothing.
+    long goes; None: never. touch: take all pages of the arena from the system at once. A put that cannot fit raises QUOTA and changes nothing.
     """
 
-    def __init__(self, budget: int, *, idle_seconds: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._arena = Arena(budget)
+    def __init__(
+        self, budget: int, *, idle_seconds: float | None = None, touch: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._arena = Arena(budget, touch=touch)
         self._idle_seconds = idle_seconds
         self._clock = clock
         self._lock = threading.Lock()
