@@ -152,10 +152,12 @@ class KVCacheClient:
         reserve_tokens: int,
         policy: str | None = None,
         trial: pb.Trial | None = None,
+        fetch: bool = False,
     ) -> Turn:
         """Ask what can be reused for this prompt; policy overrides the template's own. Raises CacheError.
 
         trial: a turn that measures and teaches nothing; leave it with settle(AUDITED) or release().
+        fetch: bring it within the same call, where memory is shared; `Turn.fetch` then has nothing left to do.
         """
         session = self.connect()
         template = self._templates[template_id]
@@ -169,6 +171,7 @@ class KVCacheClient:
             transport=session.transport,
             policy=f"POLICY_{policy.upper()}" if policy else None,
             trial=trial,
+            fetch=fetch,
         )
         plan = self._call(self._turns.OpenTurn, request)
         return Turn(

@@ -80,6 +80,11 @@ class Turn:
 
         on_layers: told on this thread how many layers are complete, whenever more are, so that an engine may begin to compute.
         """
+        if self.plan.HasField("fetched"):
+            self.fetch_seconds = self.plan.fetched.assembly_seconds
+            if on_layers is not None:
+                on_layers(self._planes // 2)
+            return
         started = time.perf_counter()
         wire = self._fetch_wire()
         writer = FrameWriter(self.buffer, wire)

@@ -72,7 +72,7 @@ class Worker:
         """The last token is computed by the worker, whatever is stored: its chunk stays behind."""
 
         def retrieve() -> None:
-            with self._client.open_turn(self._template, {"prompt": self._prompt}, reserve_tokens=0) as turn:
+            with self._client.open_turn(self._template, {"prompt": self._prompt}, reserve_tokens=0, fetch=True) as turn:
                 assert len(turn.fresh) <= scene.CHUNK, "what was stored must be there"
                 turn.fetch()
 

@@ -7,7 +7,7 @@ from kvcache_proto.v1 import kvcache_pb2 as pb
 
 from kvcache_service.engine.engine import Opened
 from kvcache_service.engine.plan import Action, Blending, Reason, Trial
-from kvcache_service.engine.sessions import Distance, Probe, Settlement, Turn, Verdict
+from kvcache_service.engine.sessions import Distance, Phase, Probe, Settlement, Turn, Verdict
 from kvcache_service.engine.trust import TemplateStatus
 from kvcache_service.errors import Code, KVCacheError, invalid
 from kvcache_service.geometry import Geometry, Pairing, Rope
@@ -161,6 +161,7 @@ def opened(value: Opened, lease_seconds: float) -> pb.OpenTurnReply:
         ratio_limit=value.limits.ratio,
         match_seconds=value.match_seconds,
         audit=turn.audit,
+        fetched=pb.FetchSummary(assembly_seconds=turn.assembly_seconds) if turn.phase is Phase.ASSEMBLED else None,
     )
 
 

@@ -164,20 +164,34 @@ class TurnsServicer(_Base):
                 raise invalid("request_id", "empty", "send a unique id, so that the call can be repeated")
             if request.transport not in (pb.TRANSPORT_SHARED_MEMORY, pb.TRANSPORT_STREAM):
                 raise invalid("transport", f"{request.transport}", "send SHARED_MEMORY or STREAM")
+            share = request.transport == pb.TRANSPORT_SHARED_MEMORY
             opening = self._run(
-                self._engine.open_turn,
+                self._open,
+                share and request.fetch,
                 TENANT,
                 request.session_id,
                 request.request_id,
                 request.template_id,
                 convert.samples(request),
                 reserve=request.reserve_tokens,
-                share=request.transport == pb.TRANSPORT_SHARED_MEMORY,
+                share=share,
                 policy=convert.policy(request.policy),
                 trial=convert.trial(request),
             )
             opened = await self._or_release(asyncio.ensure_future(opening))
             return convert.opened(opened, self._engine.settings.lease_seconds)
+
+    def _open(self, fetch: bool, tenant: str, *args: Any, **kwargs: Any) -> Opened:
+        """Open a turn; with `fetch`, what it reuses lies in its buffer afterwards."""
+        opened = self._engine.open_turn(tenant, *args, **kwargs)
+        if fetch:
+            try:
+                for _ in self._engine.assemble(opened.turn, opened.turn.buffer.capacity):
+                    pass
+            except BaseException:
+                self._engine.release(tenant, opened.turn.turn_id)
+                raise
+        return opened
 
     async def _or_release(self, opening: asyncio.Future[Opened]) -> Opened:
         """A client that went away while its turn was opened will never name it: give it up here."""

@@ -55,7 +55,8 @@ class HostTier:
     """Thread-safe. A blob never changes; a removed or evicted blob stays readable for whoever leased it.
 
     budget: bytes of the arena, which holds blobs and what is being received alike. idle_seconds: what was not used for so
-    long goes; None: never. touch: take all pages of the arena from the system at once. A put that cannot fit raises QUOTA and changes nothing.
+    long goes; None: never. touch: take all pages of the arena from the system at once. A put that cannot fit raises QUOTA and
+    changes nothing.
     """
 
     def __init__(

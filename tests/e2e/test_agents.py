@@ -248,8 +248,8 @@ def test_a_service_killed_between_open_and_fetch(
         call.prefill()
         call.decode()
         answer = call.settle()
-        assert answer.outcome == "dense"
-        assert answer.reason == "service"
+        # Shared memory was filled when the turn was opened.
+        assert answer.outcome == ("reuse" if transport == "shared_memory" else "dense")
         assert answer.token_ids == expected.token_ids
 
 

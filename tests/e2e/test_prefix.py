@@ -180,3 +180,19 @@ def test_a_dense_segment_does_not_travel(start_service: Callable[..., ServicePro
         with client.open_turn(template, {"rest": list(range(100, 400))}, reserve_tokens=0) as turn:
             replies = list(client._turns.FetchTurn(pb.FetchTurnRequest(turn_id=turn.plan.turn_id)))
     assert replies[-1].summary.bytes == 64 * scene.TOKEN_BYTES
+
+
+def test_opening_a_turn_brings_its_kv_along_where_memory_is_shared(
+    start_service: Callable[..., ServiceProcess], transport: str
+) -> None:
+    kv, token_ids = scene.noise(64), list(range(64))
+    with start_service() as service, KVCacheClient(service.target, transport=transport) as client:
+        template = scene.stored_prefix(client, token_ids, kv)
+        with client.open_turn(template, {"rest": [1, 2]}, reserve_tokens=0, fetch=True) as turn:
+            found = torch.frombuffer(turn.buffer, dtype=torch.bfloat16).view(16, 2, 66, 4, 128)[:, 1, :64]
+            assert turn.plan.HasField("fetched") == (transport == "shared_memory") == torch.equal(found, kv[:, 1])
+            announced: list[int] = []
+            turn.fetch(announced.append)
+            assert torch.equal(found, kv[:, 1])
+            assert announced[-1] == 16
+            assert turn.fetch_seconds > 0

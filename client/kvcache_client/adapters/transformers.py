@@ -180,7 +180,9 @@ class Agent:
         """Register where needed and open a turn. Raises CacheError."""
         with self._lock:
             self._prime()
-        return self.shared.client.open_turn(self._template_id, samples, reserve_tokens=reserve, policy=policy, trial=trial)
+        return self.shared.client.open_turn(
+            self._template_id, samples, reserve_tokens=reserve, policy=policy, trial=trial, fetch=True
+        )
 
     def template_id(self) -> str:
         """The service's name for this template. Raises CacheError."""

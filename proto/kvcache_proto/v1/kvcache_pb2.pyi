@@ -364,7 +364,7 @@ class Sample(_message.Message):
     def __init__(self, placeholder: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class OpenTurnRequest(_message.Message):
-    __slots__ = ("session_id", "request_id", "template_id", "samples", "reserve_tokens", "transport", "policy", "trial")
+    __slots__ = ("session_id", "request_id", "template_id", "samples", "reserve_tokens", "transport", "policy", "trial", "fetch")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEMPLATE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -373,6 +373,7 @@ class OpenTurnRequest(_message.Message):
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     TRIAL_FIELD_NUMBER: _ClassVar[int]
+    FETCH_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     request_id: str
     template_id: str
@@ -381,7 +382,8 @@ class OpenTurnRequest(_message.Message):
     transport: Transport
     policy: Policy
     trial: Trial
-    def __init__(self, session_id: _Optional[str] = ..., request_id: _Optional[str] = ..., template_id: _Optional[str] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., reserve_tokens: _Optional[int] = ..., transport: _Optional[_Union[Transport, str]] = ..., policy: _Optional[_Union[Policy, str]] = ..., trial: _Optional[_Union[Trial, _Mapping]] = ...) -> None: ...
+    fetch: bool
+    def __init__(self, session_id: _Optional[str] = ..., request_id: _Optional[str] = ..., template_id: _Optional[str] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., reserve_tokens: _Optional[int] = ..., transport: _Optional[_Union[Transport, str]] = ..., policy: _Optional[_Union[Policy, str]] = ..., trial: _Optional[_Union[Trial, _Mapping]] = ..., fetch: bool = ...) -> None: ...
 
 class Trial(_message.Message):
     __slots__ = ("boundary", "trailing", "blending", "ignore_exact")
@@ -438,7 +440,7 @@ class SegmentPlan(_message.Message):
     def __init__(self, start: _Optional[int] = ..., tokens: _Optional[int] = ..., action: _Optional[_Union[Action, str]] = ..., reason: _Optional[_Union[Reason, str]] = ..., fresh: _Optional[_Iterable[int]] = ..., anchors: _Optional[int] = ..., probe: _Optional[int] = ..., probed: _Optional[_Iterable[int]] = ..., corrected: bool = ..., novelty: _Optional[float] = ...) -> None: ...
 
 class OpenTurnReply(_message.Message):
-    __slots__ = ("turn_id", "segments", "prompt_tokens", "claimable_prefix", "policy", "buffer_path", "buffer_bytes", "buffer_tokens", "lease_seconds", "predicted_reuse_seconds", "predicted_dense_seconds", "residual_limit", "ratio_limit", "match_seconds", "audit")
+    __slots__ = ("turn_id", "segments", "prompt_tokens", "claimable_prefix", "policy", "buffer_path", "buffer_bytes", "buffer_tokens", "lease_seconds", "predicted_reuse_seconds", "predicted_dense_seconds", "residual_limit", "ratio_limit", "match_seconds", "audit", "fetched")
     TURN_ID_FIELD_NUMBER: _ClassVar[int]
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -454,6 +456,7 @@ class OpenTurnReply(_message.Message):
     RATIO_LIMIT_FIELD_NUMBER: _ClassVar[int]
     MATCH_SECONDS_FIELD_NUMBER: _ClassVar[int]
     AUDIT_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_FIELD_NUMBER: _ClassVar[int]
     turn_id: str
     segments: _containers.RepeatedCompositeFieldContainer[SegmentPlan]
     prompt_tokens: int
@@ -469,7 +472,8 @@ class OpenTurnReply(_message.Message):
     ratio_limit: float
     match_seconds: float
     audit: bool
-    def __init__(self, turn_id: _Optional[str] = ..., segments: _Optional[_Iterable[_Union[SegmentPlan, _Mapping]]] = ..., prompt_tokens: _Optional[int] = ..., claimable_prefix: _Optional[int] = ..., policy: _Optional[_Union[Policy, str]] = ..., buffer_path: _Optional[str] = ..., buffer_bytes: _Optional[int] = ..., buffer_tokens: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., predicted_reuse_seconds: _Optional[float] = ..., predicted_dense_seconds: _Optional[float] = ..., residual_limit: _Optional[float] = ..., ratio_limit: _Optional[float] = ..., match_seconds: _Optional[float] = ..., audit: bool = ...) -> None: ...
+    fetched: FetchSummary
+    def __init__(self, turn_id: _Optional[str] = ..., segments: _Optional[_Iterable[_Union[SegmentPlan, _Mapping]]] = ..., prompt_tokens: _Optional[int] = ..., claimable_prefix: _Optional[int] = ..., policy: _Optional[_Union[Policy, str]] = ..., buffer_path: _Optional[str] = ..., buffer_bytes: _Optional[int] = ..., buffer_tokens: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., predicted_reuse_seconds: _Optional[float] = ..., predicted_dense_seconds: _Optional[float] = ..., residual_limit: _Optional[float] = ..., ratio_limit: _Optional[float] = ..., match_seconds: _Optional[float] = ..., audit: bool = ..., fetched: _Optional[_Union[FetchSummary, _Mapping]] = ...) -> None: ...
 
 class FetchTurnRequest(_message.Message):
     __slots__ = ("turn_id",)
