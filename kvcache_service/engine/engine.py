@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 import secrets
 import threading
@@ -18,9 +17,10 @@ from kvcache_service.catalog.keys import Group, PoolKey
 from kvcache_service.catalog.store import Catalog
 from kvcache_service.engine import assembly
 from kvcache_service.engine.cost import CostModel
-from kvcache_service.engine.memory import LAYER_ZERO_TOLERANCE, Memory
+from kvcache_service.engine.memory import Memory
 from kvcache_service.engine.plan import Action, Plan, Reason, Trial
 from kvcache_service.engine.planning import Planner, PlanSettings, bypass
+from kvcache_service.engine.prefixes import Prefixes, refuse_non_finite
 from kvcache_service.engine.sessions import Phase, Session, Settled, Settlement, Turn, Verdict
 from kvcache_service.engine.trust import ProbeLimits, TemplateStatus, Trust, TrustSettings
 from kvcache_service.engine.update import Update
@@ -84,13 +84,13 @@ class Engine:
         self._learning = threading.Lock()
         self._disk = disk
         self._memory = Memory(tier, disk)
+        self._prefixes = Prefixes(self._memory, self._lock)
         self._catalog = catalog(self._drop_anchor)
         self._catalog_up = True
         self._trust = Trust(settings.trust, self._catalog, telemetry, draw)
         self._models: dict[str, Geometry] = {}
         self._costs: dict[str, CostModel] = {}
         self._templates: dict[tuple[str, str], Template] = {}
-        self._prefix_digests: dict[str, bytes] = {}
         self._sessions: dict[str, Session] = {}
         self._turns: dict[str, Turn] = {}
         self._finished: OrderedDict[str, Finished | None] = OrderedDict()
@@ -148,7 +148,7 @@ class Engine:
         self._memory.promote([key])
         with self._lock:
             self._templates[tenant, template.template_id] = template
-            prefix = self._tier.pin(key, Pin.SOFT)  # a role prompt serves every turn of its agent
+            prefix = self._tier.pin(key, Pin.SOFT, weaken=False)  # a role prompt serves every turn of its agent
             return template.template_id, self._memory.missing_fixed(tenant, template, prefix)
 
     def model(self, model_id: str) -> Geometry:
@@ -157,54 +157,19 @@ class Engine:
             raise KVCacheError(Code.UNKNOWN_MODEL, f"model {model_id!r}", field="model_id", fix="call RegisterModel first")
         return geometry
 
-    def memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Room in the host tier for KV that is about to be received. Raises QUOTA."""
+    def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory of the host tier for KV that is about to be received. Raises QUOTA."""
         return self._tier.empty(shape, dtype)
+
+    def check_put(self, model_id: str, tokens: int, shape: tuple[int, ...]) -> None:
+        """Refuse a Put before its bytes are taken in. Raises UNKNOWN_MODEL, INVALID or QUOTA."""
+        self._prefixes.check(self.model(model_id), tokens, shape, self.settings.max_prompt_tokens)
 
     def put_prefix(
         self, tenant: str, model_id: str, token_ids: tuple[int, ...], kv: Tensor, pin: Pin | None = None
     ) -> tuple[str, bool]:
-        """Store exact KV of a prompt prefix. Returns its key and whether the same bytes were there already.
-
-        kv: [layers, 2, tokens, kv_heads, head_dim] at positions 0 … tokens − 1. Other bytes under the key: CONFLICT.
-        pin: None leaves a stored prefix pinned as it is.
-        """
-        geometry = self.model(model_id)
-        if not token_ids:
-            raise invalid("token_ids", "no tokens", "send at least one")
-        check_tokens(token_ids, geometry.vocab_size, "token_ids")
-        if tuple(kv.shape) != geometry.shape(len(token_ids)):
-            raise invalid("shape", f"{list(kv.shape)}", f"send {list(geometry.shape(len(token_ids)))}")
-        if kv.dtype != geometry.dtype:
-            raise invalid("dtype", f"{kv.dtype}", f"send {geometry.dtype}")
-        _refuse_non_finite(kv)
-        digest = hashlib.blake2b(kv.contiguous().view(torch.uint8).numpy().data, digest_size=16).digest()
-        (canonical,) = assembly.take_out(self._tier, kv, 0, [(0, len(token_ids))], geometry)
-        key = self._memory.exact_key(Group(tenant, model_id), tokens_key(token_ids), 0)
-        with self._lock:
-            zero = self._memory.layer_zero(tenant, geometry)
-            if self._tier.has(key):
-                if self._prefix_digests.get(key) == digest:
-                    if pin is not None:
-                        self._tier.pin(key, pin)
-                    return key, True
-                raise KVCacheError(Code.CONFLICT, "other KV is stored here", field="token_ids", fix="use what is stored")
-            if zero.error(token_ids, canonical) > LAYER_ZERO_TOLERANCE:
-                raise invalid("data", "layer 0 belongs to other tokens", "send the KV of exactly these tokens from position 0 on")
-            self._memory.keep_exact(key, canonical, pin or Pin.NONE)
-            self._prefix_digests = {k: d for k, d in self._prefix_digests.items() if self._tier.has(k)} | {key: digest}
-            zero.learn(token_ids, canonical)
-        return key, False
-
-    def check_put(self, model_id: str, tokens: int, shape: tuple[int, ...]) -> None:
-        """Refuse a Put before its bytes are taken in. Raises UNKNOWN_MODEL, INVALID or QUOTA."""
-        geometry = self.model(model_id)
-        if shape != geometry.shape(tokens):
-            raise invalid("shape", f"{list(shape)}", f"send {list(geometry.shape(tokens))}")
-        if tokens > self.settings.max_prompt_tokens:
-            raise invalid("token_ids", f"{tokens} tokens", f"at most {self.settings.max_prompt_tokens}")
-        if tokens * geometry.token_bytes > self._tier.budget:
-            raise KVCacheError(Code.QUOTA, f"{tokens * geometry.token_bytes} bytes", field="shape", fix="raise host_bytes")
+        """Store exact KV of a prompt prefix; see Prefixes.put."""
+        return self._prefixes.put(tenant, self.model(model_id), token_ids, kv, pin)
 
     # The turn
 
@@ -345,7 +310,7 @@ class Engine:
             ranges = [(a, b) for a, b in wanted if a < b]
             staged = assembly.take_out(self._tier, kv, start, ranges, turn.geometry)
             for copied in staged:
-                _refuse_non_finite(copied)
+                refuse_non_finite(copied)
             turn.staged.update(zip((a for a, _ in ranges), staged, strict=True))
             turn.observed = max(turn.observed, end)
             return sum(copied.nbytes for copied in staged)
@@ -585,8 +550,3 @@ class Engine:
     def _drop_anchor(self, pool: PoolKey, sample: str) -> None:
         with self._lock:
             self._memory.drop_anchor(pool, sample)
-
-
-def _refuse_non_finite(kv: Tensor) -> None:
-    if not cpu.finite(kv):
-        raise invalid("data", "the KV holds NaN or Inf", "send finite values")

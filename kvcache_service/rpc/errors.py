@@ -59,8 +59,9 @@ async def translated(context: Context, telemetry: Telemetry) -> AsyncIterator[No
     except asyncio.CancelledError as error:
         _let_go(error)
         raise
-    except Exception:
+    except Exception as error:
         log.exception("unexpected failure in a call")
+        _let_go(error)
         await _abort(context, telemetry, KVCacheError(Code.INTERNAL, "internal error", fix="prefill; see the service's log"))
 
 

@@ -26,8 +26,8 @@ from kvcache_service.rpc.errors import translated
 from kvcache_service.telemetry import Telemetry
 
 PROTOCOL = 1
-# Written before the worker hears of it. Through a stream, the next band is assembled while the last one travels.
-_BAND_BYTES = {True: 8 << 20, False: 2 << 20}  # by shared memory
+# Of layers that a worker hears of together. Through a stream, the next band is assembled while the last one travels.
+_SHARED_BAND_BYTES, _STREAM_BAND_BYTES = 8 << 20, 2 << 20
 TENANT = "default"  # the identity of callers on a service without authentication
 
 Result = TypeVar("Result")
@@ -62,7 +62,7 @@ class _Base:
         dtype: torch.dtype,
     ) -> Tensor:
         """The KV whose frames follow a header, in memory of the host tier. Damaged or ill-fitting frames end the call."""
-        kv = await self._run(self._engine.memory, shape, dtype)
+        kv = await self._run(self._engine.room, shape, dtype)
         writer = FrameWriter(_memory(kv), ranges(range(1), 1, kv.nbytes, [(0, 1)]))
         try:
             async for request in requests:
@@ -205,8 +205,8 @@ class TurnsServicer(_Base):
     async def FetchTurn(self, request: pb.FetchTurnRequest, context: Context) -> AsyncIterator[pb.FetchTurnReply | bytes]:
         async with self._translated(context):
             turn = await self._run(self._engine.turn, TENANT, request.turn_id)
-            sent = 0
-            async for layers in self._ahead(self._engine.assemble(turn, _BAND_BYTES[bool(turn.buffer.path)])):
+            sent, band_bytes = 0, _SHARED_BAND_BYTES if turn.buffer.path else _STREAM_BAND_BYTES
+            async for layers in self._ahead(self._engine.assemble(turn, band_bytes)):
                 if turn.buffer.path:
                     yield pb.FetchTurnReply(layers=layers.stop)
                     continue

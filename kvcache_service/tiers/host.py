@@ -105,19 +105,25 @@ class HostTier:
 
     def has(self, key: str) -> bool:
         with self._lock:
-            return any(key in segment for segment in self._segments)
+            return self._find(key) is not None
 
     def size(self, key: str) -> int:
         """Bytes under the key; 0 when it is absent."""
         with self._lock:
-            return next((segment[key].blob.nbytes for segment in self._segments if key in segment), 0)
+            entry = self._find(key)
+            return entry.blob.nbytes if entry is not None else 0
 
-    def pin(self, key: str, pin: Pin) -> bool:
-        """Change how a blob is kept; False when it is absent. Raises QUOTA for too many hard pins."""
+    def pin(self, key: str, pin: Pin, *, weaken: bool = True) -> bool:
+        """Change how a blob is kept; False when it is absent. weaken: also where it is pinned harder already.
+
+        Raises QUOTA for too many hard pins.
+        """
         with self._lock:
-            entry = next((segment[key] for segment in self._segments if key in segment), None)
+            entry = self._find(key)
             if entry is None:
                 return False
+            if not weaken and any(key in held for kind, held in self._pinned.items() if kind.value > pin.value):
+                return True
             if pin is Pin.HARD:
                 self._refuse_hard(key, entry.blob.nbytes)
             self._drop(key)
@@ -201,6 +207,9 @@ class HostTier:
             assert self._protected_bytes == sum(entry.blob.nbytes for entry in self._protected.values())
             assert self._held == Counter(address for lease in self._leases for address in lease.blobs)
             assert self._leased_bytes == sum(blob.nbytes for blob in leased.values())
+
+    def _find(self, key: str) -> _Entry | None:
+        return next((segment[key] for segment in self._segments if key in segment), None)
 
     def _segment(self, pin: Pin) -> Segment:
         return self._fresh if pin is Pin.NONE else self._pinned[pin]

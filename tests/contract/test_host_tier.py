@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def tier_of(units: int, **options: object) -> HostTier:
     return HostTier(units * UNIT, **options)  # type: ignore[arg-type]
 
 
-def there(tier: HostTier, names: str) -> str:
+def there(tier: HostTier, names: Iterable[str]) -> str:
     return "".join(name for name in names if tier.has(name))
 
 
@@ -99,6 +100,18 @@ def test_pins_outlive_use() -> None:
     assert not tier.has("hard")
     assert not tier.pin("hard", Pin.SOFT), "what is gone cannot be pinned"
     tier.check()
+
+
+def test_a_template_that_begins_with_a_hard_pin_does_not_weaken_it() -> None:
+    tier = tier_of(10)
+    tier.put("hard", blob(4), Pin.HARD)
+    tier.put("none", blob(1))
+    assert tier.pin("hard", Pin.SOFT, weaken=False)
+    assert tier.pin("none", Pin.SOFT, weaken=False)
+    assert not tier.pin("gone", Pin.SOFT, weaken=False)
+    assert tier.pinned_bytes == 5 * UNIT
+    tier.put("large", blob(6))
+    assert there(tier, ["hard", "none"]) == "hard"
 
 
 def test_hard_pins_leave_half_of_the_tier() -> None:
