@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,8 +19,8 @@ from torch import Tensor
 from kvcache_service.geometry import Pairing, Rope
 from kvcache_service.kernels import loops, reference
 
-# Writes one layer of one segment.
-LayerWrite = Callable[[int], None]
+# Writes these layers of one segment.
+LayerWrite = Callable[[range], None]
 Array = NDArray[np.generic]
 
 # How numba sees each dtype: it knows neither 16-bit float, so their bits travel as these integers.
@@ -31,15 +31,14 @@ _EXPONENTS = {
     torch.bfloat16: (torch.uint16, 0x7F80),
     torch.float16: (torch.uint16, 0x7C00),
 }
-_TILE_BYTES = 512 << 10  # of a matrix product's result: it must still be in cache when it is rotated
 _ALONE_BYTES = 128 << 10  # jobs below are not worth a hand-over to other threads
+_SHARES = 4  # hand-overs per thread: few, since each waits for the interpreter's lock; several, since cores may be busy
 _THREADS = len(os.sched_getaffinity(0))
-# Products run on one thread each: layers are what runs side by side.
+# Torch runs on one thread each: layers are what runs side by side.
 _WORKERS = ThreadPoolExecutor(_THREADS, "kernel", torch.set_num_threads, (1,))
 
 
-@dataclass(frozen=True)
-class Rotation:
+class Rotation(NamedTuple):
     """cos and sin of one token run, float32 [tokens, rotary_dim / 2], attention_scaling multiplied in."""
 
     cos: NDArray[np.float32]
@@ -69,17 +68,19 @@ class Rotation:
 
 
 def write(writes: Sequence[LayerWrite], layers: range, size: int) -> None:
-    """Run `writes` for these layers, lowest first, on all cores. size: bytes that they write in all."""
-    parts = min(_THREADS, len(layers)) if size > _ALONE_BYTES else 1
+    """Run `writes` for these layers, lowest first, on all cores; all is written on return. size: bytes that they write."""
+    threads = min(_THREADS, len(layers)) if size > _ALONE_BYTES else 1
+    each = -(-len(layers) // (threads * _SHARES)) if threads > 1 else max(1, len(layers))
+    shares = iter([layers[i : i + each] for i in range(0, len(layers), each)])
 
-    def part(number: int) -> None:
-        for layer in layers[number::parts]:
+    def work() -> None:
+        for share in shares:  # whichever thread is free takes the next one
             for one in writes:
-                one(layer)
+                one(share)
 
-    others = [_WORKERS.submit(part, number) for number in range(1, parts)]
+    others = [_WORKERS.submit(work) for _ in range(1, threads)]
     try:
-        part(0)
+        work()
     finally:
         for other in others:
             other.result()
@@ -87,12 +88,10 @@ def write(writes: Sequence[LayerWrite], layers: range, size: int) -> None:
 
 def plain(out: Tensor, base: Tensor, rotation: Rotation) -> LayerWrite:
     """Re-position only. out, base: [layers, 2, tokens, kv_heads, head_dim]; out may be a column range of a buffer."""
-    target, source = _array(out), _array(base)
-    nothing = np.zeros((1, *source.shape[3:]), np.float32)
+    target, source = _planes(out), _planes(base)
 
-    def layer_write(layer: int) -> None:
-        (out_keys, out_values), (keys, values) = target[layer], source[layer]  # each contiguous: the loops rely on it to be fast
-        loops.move(out_keys, keys, out_values, values, nothing, rotation.cos, rotation.sin, rotation.interleaved)
+    def layer_write(layers: range) -> None:
+        loops.move(target, source, *rotation, layers.start, layers.stop)
 
     return layer_write
 
@@ -104,13 +103,14 @@ def blended(out: Tensor, base: Tensor, offsets: Sequence[Tensor], weights: Seque
     """
     tokens = base.shape[2]
 
-    def layer_write(layer: int) -> None:
-        kv = base[layer].float()
-        if layer:
-            kv = kv.clone() if kv.dtype == base.dtype else kv
-            for offset, weight in zip(offsets, weights, strict=True):
-                kv.add_(offset[layer, :, :tokens].float(), alpha=weight)
-        plain(out[layer, None], kv[None], rotation)(0)
+    def layer_write(layers: range) -> None:
+        for layer in layers:
+            kv = base[layer].float()
+            if layer:
+                kv = kv.clone() if kv.dtype == base.dtype else kv
+                for offset, weight in zip(offsets, weights, strict=True):
+                    kv.add_(offset[layer, :, :tokens].float(), alpha=weight)
+            plain(out[layer, None], kv[None], rotation)(range(1))
 
     return layer_write
 
@@ -119,34 +119,18 @@ def mapped(out: Tensor, base: Tensor, weight: Tensor, bias: Tensor, lead: Tensor
     """Guarded policy: a linear map per (layer, K/V, head) plus an own bias for the leading tokens.
 
     base [layers, 2, tokens, kv_heads, head_dim]
-    weight [layers, 2, kv_heads, head_dim, head_dim]; any float dtype
+    weight [layers, 2, kv_heads, head_dim, head_dim]; any dtype of KV, as are bias and lead
     bias [layers, 2, kv_heads, head_dim]
     lead [layers, 2, lead_tokens, kv_heads, head_dim], cut to the segment's length
     """
-    target, at_base = _array(out), plain(out, base, rotation)
-    tokens, heads, dim = base.shape[2:]
-    tile = max(1, _TILE_BYTES // (heads * dim * 4))
+    at_base, target, source = plain(out, base, rotation), _planes(out), _planes(base)
+    terms = [_bits(term.contiguous()) for term in (weight, bias, lead)]
 
-    def layer_write(layer: int) -> None:
-        if not layer:
-            return at_base(layer)
-        # base + base·W = base·(I + W): one product, nothing to add afterwards but the bias of the token's place.
-        matrix = weight[layer].float().clone()
-        matrix.diagonal(dim1=-2, dim2=-1).add_(1.0)
-        own = bias[layer, :, None].float()
-        places = torch.cat([own + lead[layer].float(), own], 1).numpy()
-        moved = torch.empty(min(tile, tokens), heads, dim)
-        for part in (0, 1):
-            for start in range(0, tokens, tile):
-                end = min(start + tile, tokens)
-                result = moved[: end - start]
-                torch.bmm(base[layer, part, start:end].float().transpose(0, 1), matrix[part], out=result.transpose(0, 1))
-                chunk, places_here = target[layer, part, start:end], places[part, min(start, len(places[part]) - 1) :]
-                if part:
-                    loops.add(chunk, result.numpy(), places_here)
-                else:
-                    _rotate(chunk, result.numpy(), places_here, rotation, start)
-        return None
+    def layer_write(layers: range) -> None:
+        if 0 in layers:
+            at_base(range(1))
+            layers = layers[1:]
+        loops.correct(target, source, *terms, *rotation, layers.start, layers.stop)
 
     return layer_write
 
@@ -181,7 +165,7 @@ def finite(kv: Tensor) -> bool:
 
 def prepare(dtype: torch.dtype, rope: Rope, head_dim: int) -> None:
     """Compile the loops for a model's dtype, so that no turn waits for it."""
-    base, weight = torch.zeros(2, 2, 1, 1, head_dim, dtype=dtype), torch.zeros(2, 2, 1, head_dim, head_dim)
+    base, weight = torch.zeros(2, 2, 1, 1, head_dim, dtype=dtype), torch.zeros(2, 2, 1, head_dim, head_dim).half()
     out, bias = torch.empty_like(base), torch.zeros(2, 2, 1, head_dim)
     rotation = Rotation.by(rope, 1, 1)
     kinds = [
@@ -193,11 +177,13 @@ def prepare(dtype: torch.dtype, rope: Rope, head_dim: int) -> None:
     finite(base)
 
 
-def _rotate(out: Array, keys: Array, places: Array, rotation: Rotation, start: int = 0) -> None:
-    end = start + len(keys)
-    loops.add_and_rotate(out, keys, places, rotation.cos[start:end], rotation.sin[start:end], rotation.interleaved)
+def _planes(kv: Tensor) -> loops.Planes:
+    if kv.numel() and not kv[0, 0].is_contiguous():
+        raise ValueError("tokens of one layer must lie side by side")
+    extent = 1 + sum((n - 1) * step for n, step in zip(kv.shape, kv.stride(), strict=True)) if kv.numel() else 0
+    return loops.Planes(_bits(kv.as_strided((extent,), (1,))), *kv.stride()[:2], *kv.shape[2:])
 
 
-def _array(tensor: Tensor) -> Array:
+def _bits(tensor: Tensor) -> Array:
     array: Array = tensor.view(_BITS[tensor.dtype]).numpy()
     return array

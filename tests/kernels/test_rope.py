@@ -191,6 +191,42 @@ def test_a_long_segment_is_corrected_in_tiles(dtype: torch.dtype) -> None:
     assert error.max() <= {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
 
 
+@pytest.mark.parametrize("size", [0, 1 << 30])
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_layers_are_written_in_ranges(tokens: int, size: int) -> None:
+    """What lies outside the range stays; an empty segment writes nothing."""
+    rope = Rope("default", (1.0, 0.1), 1.0, Pairing.HALF_SPLIT, 4)
+    draw = torch.Generator().manual_seed(7)
+    base = torch.randn(9, 2, 5, 1, 4, generator=draw)[:, :, :tokens]
+    terms = [torch.randn(9, 2, *shape, generator=draw) for shape in ((1, 4, 4), (1, 4), (2, 1, 4))]
+    rotation = cpu.Rotation.into_place(rope, torch.arange(5))
+    for source in (lambda out: cpu.mapped(out, base, *terms, rotation), lambda out: cpu.plain(out, base, rotation)):
+        whole, ranges = torch.zeros(2, 9, 2, 6, 1, 4)
+        cpu.write([source(whole[:, :, :tokens])], range(9), size)
+        assert bool(whole.any()) == (tokens > 0)
+        for layers in (range(4), range(4, 5), range(5, 9)):
+            assert (ranges[layers.start :] == 0).all()
+            cpu.write([source(ranges[:, :, :tokens])], layers, size)
+            torch.testing.assert_close(ranges[: layers.stop], whole[: layers.stop], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_values_keep_their_bits(dtype: torch.dtype) -> None:
+    rope = Rope("default", (1.0,), 1.0, Pairing.HALF_SPLIT, 2)
+    kv = torch.tensor([-0.0, float("nan"), -float("inf"), 1.0], dtype=dtype).repeat(2).reshape(1, 2, 2, 1, 2)
+    out = torch.empty_like(kv)
+    cpu.write([cpu.plain(out, kv, cpu.Rotation.into_place(rope, torch.arange(2)))], range(1), 0)
+    assert out[:, 1].view(torch.uint8).equal(kv[:, 1].view(torch.uint8))
+
+
+def test_tokens_must_lie_side_by_side() -> None:
+    """The loops go by the first element and the steps of layers and parts alone."""
+    rotation = cpu.Rotation.by(Rope("default", (1.0,), 1.0, Pairing.HALF_SPLIT, 2), 1, 2)
+    kv = torch.zeros(1, 2, 2, 2, 2)
+    with pytest.raises(ValueError, match="side by side"):
+        cpu.plain(torch.empty_like(kv), kv.transpose(2, 3), rotation)
+
+
 def test_rounding_is_to_nearest_even() -> None:
     """All 16-bit patterns survive, and float32 values round as torch rounds them; NaN stays NaN."""
     rope = Rope("default", (0.0,), 1.0, Pairing.HALF_SPLIT, 2)
