@@ -7,7 +7,8 @@ The fixed segment that follows needs no map: its tokens never change, so its mea
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ class LinearMap:
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in (self.weight, self.bias, self.lead, self.precision))
+        return sum(getattr(self, name).nbytes for name in _MAP_TENSORS)
 
     def novelty(self, base: Tensor) -> float:
         """How unlike the learned samples a sample is: the mean leverage xᵀ(XᵀX)⁻¹x of its tokens in the middle layer,
@@ -62,6 +63,9 @@ class LinearMap:
         lead = min(LEAD, rows.shape[-2])
         out[..., :lead, :] += self.lead[layers].transpose(2, 3)[..., :lead, :].float()
         return out
+
+
+_MAP_TENSORS = ("weight", "bias", "lead", "precision")
 
 
 @dataclass(frozen=True)
@@ -128,6 +132,33 @@ class RidgeStatistics:
         self._sums = _Sums.of(gram, cross)
         self.samples += 1
 
+    def state(self) -> dict[str, Tensor]:
+        """All that the statistics are, by name, to the bit. The tensors are shared and never change. Needs one sample or more."""
+        assert self._sums is not None
+        assert self.map is not None
+        numbers = {"error": self.error, "novelty_scale": self._novelty_scale}
+        return (
+            {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
+            | {"samples": torch.tensor(self.samples)}
+            | {f"sums.{f.name}": getattr(self._sums, f.name) for f in fields(_Sums)}
+            | {f"map.{name}": getattr(self.map, name) for name in _MAP_TENSORS}
+        )
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Tensor]) -> RidgeStatistics:
+        """The statistics that gave this state. Raises KeyError when something is missing."""
+        made = cls()
+        made.samples, made.error = int(state["samples"]), float(state["error"])
+        made._novelty_scale = float(state["novelty_scale"])
+        made._sums = _Sums(**{f.name: state[f"sums.{f.name}"] for f in fields(_Sums)})
+        made.map = LinearMap(
+            **{name: state[f"map.{name}"] for name in _MAP_TENSORS},
+            samples=made.samples,
+            error=made.error,
+            novelty_scale=made._novelty_scale,
+        )
+        return made
+
     @property
     def nbytes(self) -> int:
         return (self._sums.nbytes if self._sums is not None else 0) + (self.map.nbytes if self.map is not None else 0)
@@ -170,7 +201,7 @@ def _precision(moments: Tensor) -> Tensor:
     """Inverse of second moments [..., n, n]. Far less shrunk than the map: directions that samples hardly take must count."""
     diagonal = moments.diagonal(dim1=-2, dim2=-1)
     shrunk = moments + torch.diag_embed((_SHRINK * diagonal.mean(-1, keepdim=True) + 1e-9).expand_as(diagonal))
-    return torch.cholesky_inverse(_factor(shrunk)).float()
+    return torch.cholesky_inverse(_factor(shrunk)).float().contiguous()
 
 
 def _factor(matrix: Tensor) -> Tensor:
@@ -218,6 +249,17 @@ class RunningMean:
         """[layers, 2, tokens, kv_heads, head_dim]. Needs one sample or more."""
         assert self._mean is not None
         return self._mean
+
+    def state(self) -> dict[str, Tensor]:
+        """All that the mean is; see RidgeStatistics.state."""
+        return {"samples": torch.tensor(self.samples), "mean": self.mean()}
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Tensor]) -> RunningMean:
+        """The mean that gave this state. Raises KeyError when something is missing."""
+        made = cls()
+        made.samples, made._mean = int(state["samples"]), state["mean"]
+        return made
 
     @property
     def nbytes(self) -> int:
