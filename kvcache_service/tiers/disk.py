@@ -1,4 +1,6 @@
-"""Disk tier: exact KV that outlives the process. One file per blob, written behind, least recently used first out.
+"""Disk tier: bytes that outlive the process. One file per blob, written behind, least recently used first out.
+
+One thread does all writing, in the order in which it was asked for: what is written later may name what was written before.
 
 File: one line of JSON (key, dtype, shape, bytes, CRC-32), then the raw bytes. A file gets its name only when it is whole, and
 a damaged one is a miss and goes. So nothing half-written is ever served, whatever died and when.
@@ -15,12 +17,14 @@ import os
 import queue
 import threading
 import time
-import zlib
 from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 import torch
+from isal import isal_zlib
 from torch import Tensor
 
 log = logging.getLogger(__name__)
@@ -35,13 +39,15 @@ class DiskTier:
 
     def __init__(self, directory: Path, budget: int) -> None:
         self.budget = budget
-        self._directory = directory
+        self.directory = directory
         self._lock = threading.Lock()
         self._sizes: OrderedDict[str, int] = OrderedDict()  # file name -> bytes, least recently used first
-        self._queue: queue.SimpleQueue[tuple[str, Tensor] | None] = queue.SimpleQueue()
+        self._guarded: set[str] = set()  # file names that go last
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._pending = 0
+        self._jobs = 0
         self._last = 0
-        self.refused = 0  # blobs not taken because the writer is behind, or that the disk did not take
+        self.refused = 0  # blobs and jobs not taken because the writer is behind, or that the disk did not take
         self.damaged = 0
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._hold = _hold(directory)
@@ -63,7 +69,29 @@ class DiskTier:
                 self.refused += 1
                 return
             self._pending += blob.nbytes
-        self._queue.put((key, blob))
+        self.then(partial(self._take, key, blob))
+
+    def then(self, job: Callable[[], None]) -> None:
+        """Run `job` on the writer, after everything that was asked for before. It may raise OSError, which is counted."""
+        with self._lock:
+            self._jobs += 1
+        self._queue.put(job)
+
+    def replace(self, key: str, blob: Tensor) -> None:
+        """Write a blob over what was there, and guard it. For jobs on the writer. Raises OSError: the old one stays then."""
+        self.guard([key])
+        self._write(key, blob)
+
+    def guard(self, keys: Iterable[str]) -> None:
+        """Evict these last, as long as they take at most half of the budget: a flood of KV passes by them."""
+        with self._lock:
+            self._guarded.update(map(_name, keys))
+
+    def remove(self, keys: Iterable[str]) -> None:
+        """Delete blobs. For jobs on the writer. Unknown keys are ignored."""
+        with self._lock:
+            for key in keys:
+                self._delete(_name(key))
 
     def get(self, key: str) -> Tensor | None:
         """A copy of the blob, verified; None is a miss."""
@@ -72,11 +100,13 @@ class DiskTier:
             if name not in self._sizes:
                 return None
             self._sizes.move_to_end(name)
-        path = self._directory / name
+        path = self.directory / name
         try:
             blob = _read(path, key)
             self._stamp(path)
-        except FileNotFoundError:  # evicted meanwhile
+        except FileNotFoundError:  # evicted meanwhile, or somebody else's deletion
+            with self._lock:
+                self._delete(name)
             return None
         except (OSError, ValueError) as error:
             log.warning("%s is damaged: %s", path, error)
@@ -97,8 +127,13 @@ class DiskTier:
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes taken but not written yet."""
+        """Bytes of offered blobs that are not written yet."""
         return self._pending
+
+    @property
+    def pending_jobs(self) -> int:
+        """What the writer still has to do, blobs included."""
+        return self._jobs
 
     def close(self) -> None:
         """Write what was taken, then stop."""
@@ -109,27 +144,34 @@ class DiskTier:
     def check(self) -> None:
         """Assert the invariants; for tests and post-mortems."""
         with self._lock:
-            found = {p.name: p.stat().st_size for p in self._directory.glob(f"*{_SUFFIX}")}
+            found = {p.name: p.stat().st_size for p in self.directory.glob(f"*{_SUFFIX}")}
             assert found == dict(self._sizes)
             assert sum(found.values()) <= self.budget
 
     def _write_behind(self) -> None:
-        while (item := self._queue.get()) is not None:
-            key, blob = item
+        while (job := self._queue.get()) is not None:
             try:
-                self._write(key, blob)
+                job()
             except OSError as error:
                 log.warning("not kept on disk: %s", error)
                 with self._lock:
                     self.refused += 1
+            del job  # an idle writer holds no blob
+            with self._lock:
+                self._jobs -= 1
+
+    def _take(self, key: str, blob: Tensor) -> None:
+        try:
+            self._write(key, blob)
+        finally:
             with self._lock:
                 self._pending -= blob.nbytes
 
     def _write(self, key: str, blob: Tensor) -> None:
         name = _name(key)
         data = blob.contiguous().view(torch.uint8).numpy().data.cast("B")
-        head = {"key": key, "dtype": str(blob.dtype), "shape": list(blob.shape), "bytes": len(data), "crc": zlib.crc32(data)}
-        unfinished = self._directory / (name + _UNFINISHED)
+        head = {"key": key, "dtype": str(blob.dtype), "shape": list(blob.shape), "bytes": len(data), "crc": isal_zlib.crc32(data)}
+        unfinished = self.directory / (name + _UNFINISHED)
         try:
             with unfinished.open("wb") as file:
                 file.write(json.dumps(head).encode() + b"\n")
@@ -138,12 +180,13 @@ class DiskTier:
             size = unfinished.stat().st_size
             if size > self.budget:
                 raise OSError(f"{size} bytes are more than the disk budget")
-            unfinished.rename(self._directory / name)
+            unfinished.rename(self.directory / name)
         except OSError:
             unfinished.unlink(missing_ok=True)
             raise
         with self._lock:
             self._sizes[name] = size
+            self._sizes.move_to_end(name)
             self._shrink()
 
     def _stamp(self, path: Path) -> None:
@@ -154,15 +197,19 @@ class DiskTier:
 
     def _shrink(self) -> None:
         used = sum(self._sizes.values())
+        guarded = sum(self._sizes.get(name, 0) for name in self._guarded)
         while used > self.budget:
-            name, size = next(iter(self._sizes.items()))
+            crowded = guarded > self.budget // 2
+            name = next((n for n in self._sizes if (n in self._guarded) is crowded), next(iter(self._sizes)))
+            used -= self._sizes[name]
+            guarded -= self._sizes[name] if name in self._guarded else 0
             self._delete(name)
-            used -= size
 
     def _delete(self, name: str) -> None:
         self._sizes.pop(name, None)
+        self._guarded.discard(name)
         with contextlib.suppress(OSError):
-            (self._directory / name).unlink()
+            (self.directory / name).unlink()
 
 
 def _hold(directory: Path) -> IO[bytes]:
@@ -188,6 +235,6 @@ def _read(path: Path, key: str) -> Tensor:
             raise ValueError("another blob's header")
         blob = torch.empty(head["shape"], dtype=_DTYPES[head["dtype"]])
         data = blob.view(torch.uint8).numpy().data.cast("B")
-        if len(data) != head["bytes"] or file.readinto(data) != len(data) or zlib.crc32(data) != head["crc"]:
+        if len(data) != head["bytes"] or file.readinto(data) != len(data) or isal_zlib.crc32(data) != head["crc"]:
             raise ValueError("bytes missing or changed")
     return blob

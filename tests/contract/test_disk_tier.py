@@ -28,7 +28,7 @@ def tier(tmp_path: Path) -> Iterator[DiskTier]:
 def reopened(tier: DiskTier, budget: int = BUDGET) -> DiskTier:
     """Closing waits for the writer."""
     tier.close()
-    return DiskTier(tier._directory, budget)
+    return DiskTier(tier.directory, budget)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -60,7 +60,7 @@ def test_a_blob_survives_a_restart_bit_by_bit(tier: DiskTier, dtype: torch.dtype
 def test_a_damaged_file_is_a_miss_and_goes(tier: DiskTier, harm: object) -> None:
     tier.offer("a", blob(1))
     again = reopened(tier)
-    [path] = again._directory.glob("*.kv")
+    [path] = again.directory.glob("*.kv")
     path.write_bytes(harm(path.read_bytes()))  # type: ignore[operator]
     assert again.get("a") is None
     assert again.damaged == 1
@@ -73,11 +73,11 @@ def test_a_damaged_file_is_a_miss_and_goes(tier: DiskTier, harm: object) -> None
 def test_an_unfinished_file_is_never_seen(tier: DiskTier) -> None:
     tier.offer("a", blob(1))
     tier.close()
-    [path] = tier._directory.glob("*.kv")
+    [path] = tier.directory.glob("*.kv")
     path.rename(path.with_name(path.name + ".tmp"))
-    again = DiskTier(tier._directory, BUDGET)
+    again = DiskTier(tier.directory, BUDGET)
     assert again.get("a") is None
-    assert [p.name for p in again._directory.iterdir()] == [".lock"]
+    assert [p.name for p in again.directory.iterdir()] == [".lock"]
     again.close()
 
 
@@ -108,7 +108,7 @@ def test_what_does_not_fit_is_refused_and_counted(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_takes_nothing_costs_the_blob_only(tier: DiskTier) -> None:
-    shutil.rmtree(tier._directory)
+    shutil.rmtree(tier.directory)
     tier.offer("a", blob(1))
     tier.close()
     assert tier.refused == 1
@@ -117,6 +117,6 @@ def test_a_disk_that_takes_nothing_costs_the_blob_only(tier: DiskTier) -> None:
 
 def test_two_services_cannot_share_a_directory(tier: DiskTier) -> None:
     with pytest.raises(ValueError, match="in use by another service"):
-        DiskTier(tier._directory, BUDGET)
+        DiskTier(tier.directory, BUDGET)
     tier.close()
-    DiskTier(tier._directory, BUDGET).close()
+    DiskTier(tier.directory, BUDGET).close()
