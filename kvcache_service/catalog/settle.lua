@@ -1,6 +1,6 @@
 -- One turn's commit: usage, inserts and prunes of all its pools in one atomic step.
 -- KEYS: turn, revision, events, then one hash per pool (field: sample id, value: anchor as JSON)
--- ARGV: commit as JSON {holder, bound, window, turn_ttl, pool_ttl, pools: [{uses: [sample], inserts: [{sample, length, slot}]}]}
+-- ARGV: commit as JSON {node, holder, bound, window, turn_ttl, pool_ttl, pools: [{uses: [sample], inserts: [{sample, length, slot}]}]}
 -- Returns JSON {repeated, revision, accepted: [[pool, sample, slot]], upserts: [[pool key, sample, anchor]], deletes: [[pool key, sample]]}
 
 local done = redis.call('GET', KEYS[1])
@@ -24,7 +24,7 @@ local function insert(index, key, entry)
   local text = redis.call('HGET', key, entry.sample)
   local anchor = text and cjson.decode(text)
   if not anchor or anchor.holder ~= commit.holder then
-    anchor = {length = entry.length, holder = commit.holder, sequence = revision, uses = 0, slots = {}}
+    anchor = {length = entry.length, node = commit.node, holder = commit.holder, sequence = revision, uses = 0, slots = {}}
   end
   for _, slot in ipairs(anchor.slots) do
     if slot == entry.slot then return end

@@ -1,7 +1,8 @@
 """Anchor metadata: Redis is the record, an in-memory snapshot is what turns read.
 
-The snapshot holds the anchors whose tensors this boot holds. It follows the Redis stream of settle events, and is
-published again when Redis comes back empty: losing Redis costs commits while it is away, never a turn.
+The snapshot holds the anchors whose tensors this boot holds. It follows the Redis stream of settle events. What an earlier
+boot of the node left is claimed, and all of it is published again when Redis comes back empty: losing Redis costs commits
+while it is away, never a turn.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import json
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from importlib import resources
+from typing import Any
 
 import redis
 from redis.backoff import NoBackoff
@@ -65,6 +67,15 @@ class Outcome:
 
 
 @dataclass(frozen=True)
+class Change:
+    """One anchor of the snapshot as it is now; None: it is gone."""
+
+    pool: PoolKey
+    sample: str
+    anchor: Anchor | None
+
+
+@dataclass(frozen=True)
 class Limits:
     """bound: V, anchors per pool; window: prune the least used among this many oldest; times in seconds."""
 
@@ -75,7 +86,11 @@ class Limits:
 
 
 class Catalog:
-    """Thread-safe. `holder` is the boot id: anchors of other boots have no tensors here."""
+    """Thread-safe. `holder` is the boot id: anchors of other boots have no tensors here, but for those that attach() names.
+
+    node: the same for all boots that share a disk. on_change: told of every change of the snapshot; on_epoch: of the Redis
+    that holds a group's record.
+    """
 
     def __init__(
         self,
@@ -83,28 +98,53 @@ class Catalog:
         holder: str,
         limits: Limits,
         *,
+        node: str,
         timeout: float,
-        on_delete: Callable[[PoolKey, str], None],
+        on_change: Callable[[Sequence[Change]], None],
+        on_epoch: Callable[[Group, str], None],
         poll_seconds: float = 0.25,
     ) -> None:
         self._redis = redis.Redis.from_url(
             url, socket_timeout=timeout, socket_connect_timeout=timeout, decode_responses=True, retry=Retry(NoBackoff(), 1)
         )
+        self._node = node
         self._holder = holder
         self._limits = limits
-        self._on_delete = on_delete
+        self._on_change = on_change
+        self._on_epoch = on_epoch
         self._poll_seconds = poll_seconds
-        script = resources.files(__package__).joinpath("settle.lua").read_text()
-        self._settle = self._redis.register_script(script)
+        scripts = resources.files(__package__)
+        self._settle = self._redis.register_script(scripts.joinpath("settle.lua").read_text())
+        self._claim_script = self._redis.register_script(scripts.joinpath("claim.lua").read_text())
         self._lock = threading.Lock()
         self._pools: dict[PoolKey, dict[str, Anchor]] = {}
         self._revisions: dict[tuple[PoolKey, str], int] = {}
         self._by_key: dict[str, PoolKey] = {}
         self._cursors: dict[Group, str] = {}
         self._epochs: dict[Group, str] = {}
+        self._unclaimed: set[Group] = set()
         self._stop = threading.Event()
         self._reader = threading.Thread(target=self._follow, name="catalog-follow", daemon=True)
         self._reader.start()
+
+    def attach(self, group: Group, anchors: Mapping[PoolKey, Iterable[Anchor]], epoch: str) -> None:
+        """Begin to follow a group, once. anchors: those that an earlier boot of this node has left tensors of.
+
+        They are in the snapshot at once. Those that Redis has pruned leave it again; where Redis is another one than `epoch`
+        says, they are published there instead. Never raises: the reader thread goes on where Redis does not answer.
+        """
+        with self._lock:
+            if group in self._epochs:
+                return
+            self._epochs[group] = epoch
+            self._unclaimed.add(group)
+            for pool, found in anchors.items():
+                self._by_key[pool.key] = pool
+                self._pools[pool] = {anchor.sample: anchor for anchor in found}
+        try:
+            self._claim(group)
+        except redis.RedisError as error:
+            log.warning("catalog not readable: %s", error)
 
     def anchors(self, pool: PoolKey, slot: str) -> tuple[Anchor, ...]:
         """Anchors of the pool that hold offsets for `slot`, oldest first. Never waits for Redis."""
@@ -117,8 +157,11 @@ class Catalog:
 
         Raises CATALOG when Redis does not answer in time; nothing of the turn counts then.
         """
+        group = commit.group
+        self.attach(group, {}, "")
         pools = sorted({i.pool for i in commit.inserts} | {pool for pool, _ in commit.uses})
         body = {
+            "node": self._node,
             "holder": self._holder,
             "bound": self._limits.bound,
             "window": self._limits.window,
@@ -134,10 +177,8 @@ class Catalog:
                 for mine in pools
             ],
         }
-        group = commit.group
         with self._lock:
             self._by_key.update({pool.key: pool for pool in pools})
-            self._cursors.setdefault(group, "0")
         try:
             keys = [group.turn(commit.turn_id), group.revision, group.events, *(p.key for p in pools)]
             result = json.loads(self._settle(keys=keys, args=[json.dumps(body)]))
@@ -145,10 +186,12 @@ class Catalog:
             raise KVCacheError(
                 Code.CATALOG, f"metadata store did not commit: {error}", fix="nothing was written; later turns propose again"
             ) from error
-        deleted = self._apply(result)
+        changes = self._apply(result)
         accepted = {(pools[index - 1], sample, slot) for index, sample, slot in result["accepted"]}
         return Outcome(
-            tuple(i for i in commit.inserts if (i.pool, i.sample, i.slot) in accepted), tuple(deleted), bool(result["repeated"])
+            tuple(i for i in commit.inserts if (i.pool, i.sample, i.slot) in accepted),
+            tuple((change.pool, change.sample) for change in changes if change.anchor is None),
+            bool(result["repeated"]),
         )
 
     def put_calibration(self, group: Group, template_id: str, record: str) -> None:
@@ -186,85 +229,81 @@ class Catalog:
         self._redis.close()
 
     # Lua encodes an empty array as {}; iterating over either gives nothing.
-    def _apply(self, event: dict[str, list[list[str]]]) -> list[tuple[PoolKey, str]]:
-        """Idempotent: an anchor only moves to a higher revision. Returns what left the snapshot."""
-        revision = int(event["revision"])  # type: ignore[call-overload]
-        gone = []
+    def _apply(self, event: Mapping[str, Any]) -> list[Change]:
+        """Idempotent: an anchor only moves to a higher revision. Returns what changed in the snapshot."""
+        revision = int(event["revision"])
+        changes = []
         with self._lock:
-            for key, sample, text in event["upserts"]:
+            for key, sample, *text in [*event["upserts"], *event["deletes"]]:
                 pool = self._by_key.get(key)
                 if pool is None or self._revisions.get((pool, sample), 0) > revision:
                     continue
-                self._revisions[pool, sample] = revision
-                raw = json.loads(text)
+                anchor = self._mine(sample, json.loads(text[0])) if text else None
+                if text:
+                    self._revisions[pool, sample] = revision
+                else:
+                    self._revisions.pop((pool, sample), None)
                 anchors = self._pools.setdefault(pool, {})
-                if raw["holder"] == self._holder:
-                    anchors[sample] = Anchor(sample, raw["length"], raw["sequence"], raw["uses"], frozenset(raw["slots"]))
-                elif anchors.pop(sample, None):
-                    gone.append((pool, sample))
-            for key, sample in event["deletes"]:
-                pool = self._by_key.get(key)
-                if pool is None or self._revisions.get((pool, sample), 0) > revision:
+                if anchors.get(sample) == anchor:
                     continue
-                self._revisions.pop((pool, sample), None)
-                if self._pools.get(pool, {}).pop(sample, None):
-                    gone.append((pool, sample))
-        for pool, sample in gone:
-            self._on_delete(pool, sample)
-        return gone
+                changes.append(Change(pool, sample, anchor))
+                if anchor is not None:
+                    anchors[sample] = anchor
+                else:
+                    del anchors[sample]
+        if changes:
+            self._on_change(changes)
+        return changes
+
+    def _mine(self, sample: str, raw: Mapping[str, Any]) -> Anchor | None:
+        if raw["holder"] != self._holder:
+            return None
+        return Anchor(sample, raw["length"], raw["sequence"], raw["uses"], frozenset(raw["slots"]))
 
     def _follow(self) -> None:
         """Reader thread: other nodes' events, and a Redis that came back empty."""
         while not self._stop.wait(self._poll_seconds):
             with self._lock:
-                groups = dict(self._cursors)
-            for group, cursor in groups.items():
+                groups = list(self._epochs)
+            for group in groups:
                 try:
-                    self._keep_epoch(group)
-                    self._read_events(group, cursor)
+                    if group in self._unclaimed or self._redis.get(group.epoch) != self._epochs[group]:
+                        self._claim(group)
+                    self._read_events(group)
                 except redis.RedisError as error:
                     log.debug("catalog not readable: %s", error)
                     break
 
-    def _read_events(self, group: Group, cursor: str) -> None:
+    def _read_events(self, group: Group) -> None:
+        cursor = self._cursors[group]
         after = f"({cursor}" if cursor != "0" else "-"
         entries: list[tuple[str, dict[str, str]]] = self._redis.xrange(group.events, min=after, count=500)  # type: ignore[assignment]
         for entry_id, fields in entries:
             self._apply(json.loads(fields["event"]))
             self._cursors[group] = entry_id
 
-    def _keep_epoch(self, group: Group) -> None:
-        """A missing or foreign epoch means that Redis lost our data: publish the snapshot again."""
-        epoch = self._redis.get(group.epoch)
-        if epoch is None:
-            self._redis.set(group.epoch, secrets.token_hex(8), nx=True)
-            epoch = self._redis.get(group.epoch)
-        known = self._epochs.get(group)
-        if known is not None and epoch != known:
-            self._publish(group)
-            self._cursors[group] = "0"
-        if epoch is not None:
-            self._epochs[group] = str(epoch)
-
-    def _publish(self, group: Group) -> None:
+    def _claim(self, group: Group) -> None:
+        """Ask Redis which anchors of the snapshot still count; a Redis that has lost them takes them in again."""
         with self._lock:
-            mine = {p: list(a.values()) for p, a in self._pools.items() if p.group == group}
-            highest = max((a.sequence for anchors in mine.values() for a in anchors), default=0)
-            highest = max(highest, *(r for (p, _), r in self._revisions.items() if p.group == group), 0)
-        with self._redis.pipeline(transaction=True) as batch:
-            batch.incrby(group.revision, highest)
-            for pool, anchors in mine.items():
-                for anchor in anchors:
-                    batch.hsetnx(pool.key, anchor.sample, json.dumps(self._record(anchor)))
-                batch.expire(pool.key, self._limits.pool_ttl)
-            batch.execute()
-        log.info("catalog came back empty: published %d anchors again", sum(map(len, mine.values())))
-
-    def _record(self, anchor: Anchor) -> dict[str, object]:
-        return {
-            "length": anchor.length,
+            known = self._epochs[group]
+            mine = {p: list(a.values()) for p, a in self._pools.items() if p.group == group and a}
+            sequences = [anchor.sequence for anchors in mine.values() for anchor in anchors]
+            revisions = [revision for (pool, _), revision in self._revisions.items() if pool.group == group]
+        body = {
+            "node": self._node,
             "holder": self._holder,
-            "sequence": anchor.sequence,
-            "uses": anchor.uses,
-            "slots": sorted(anchor.slots),
+            "epoch": known,
+            "new_epoch": secrets.token_hex(8),
+            "highest": max([0, *sequences, *revisions]),
+            "pool_ttl": self._limits.pool_ttl,
+            "pools": [[asdict(anchor) | {"slots": sorted(anchor.slots)} for anchor in anchors] for anchors in mine.values()],
         }
+        keys = [group.epoch, group.revision, group.events, *(pool.key for pool in mine)]
+        event = json.loads(self._claim_script(keys=keys, args=[json.dumps(body)]))
+        with self._lock:
+            self._epochs[group], self._cursors[group] = event["epoch"], event["cursor"]
+            self._unclaimed.discard(group)
+        self._apply(event)
+        log.info("claimed %d anchors, catalog %s", len(sequences), "as before" if event["epoch"] == known else "new")
+        if event["epoch"] != known:
+            self._on_epoch(group, event["epoch"])

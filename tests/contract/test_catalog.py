@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,7 +13,7 @@ import redis
 
 from kvcache_service.catalog.embedded import EmbeddedServer
 from kvcache_service.catalog.keys import Group, PoolKey
-from kvcache_service.catalog.store import Catalog, Commit, Insert, Limits
+from kvcache_service.catalog.store import Anchor, Catalog, Change, Commit, Insert, Limits
 from kvcache_service.errors import Code, KVCacheError
 
 SLOT = "template:1"
@@ -29,16 +29,26 @@ def pool(group: Group) -> PoolKey:
     return PoolKey(group, "question", "origin")
 
 
-class Deleted(list[tuple[PoolKey, str]]):
-    """Remembers what was deleted; wait() lets a test follow the reader thread."""
+class Told:
+    """Remembers what a catalog tells its engine; wait() lets a test follow the reader thread."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self.deleted: list[tuple[PoolKey, str]] = []
+        self.kept: dict[str, Anchor] = {}
+        self.epochs: list[str] = []
         self._event = threading.Event()
 
-    def __call__(self, pool: PoolKey, sample: str) -> None:
-        self.append((pool, sample))
-        self._event.set()
+    def changed(self, changes: Sequence[Change]) -> None:
+        for change in changes:
+            if change.anchor is None:
+                self.deleted.append((change.pool, change.sample))
+                self.kept.pop(change.sample, None)
+                self._event.set()
+            else:
+                self.kept[change.sample] = change.anchor
+
+    def moved(self, group: Group, epoch: str) -> None:
+        self.epochs.append(epoch)
 
     def wait(self) -> None:
         assert self._event.wait(10)
@@ -49,10 +59,19 @@ def make(redis_url: str) -> Iterator[Callable[..., Catalog]]:
     made: list[Catalog] = []
 
     def build(
-        holder: str = "boot", limits: Limits | None = None, on_delete: Deleted | None = None, url: str = redis_url
+        holder: str = "boot", limits: Limits | None = None, told: Told | None = None, url: str = redis_url, node: str = ""
     ) -> Catalog:
-        told = Deleted() if on_delete is None else on_delete
-        catalog = Catalog(url, holder, limits or Limits(), timeout=2.0, on_delete=told, poll_seconds=0.02)
+        watcher = told or Told()
+        catalog = Catalog(
+            url,
+            holder,
+            limits or Limits(),
+            node=node or f"node of {holder}",
+            timeout=2.0,
+            on_change=watcher.changed,
+            on_epoch=watcher.moved,
+            poll_seconds=0.02,
+        )
         made.append(catalog)
         return catalog
 
@@ -92,15 +111,16 @@ def test_a_sample_enters_a_slot_once(make: Callable[..., Catalog], group: Group,
 
 
 def test_prunes_the_least_used_of_the_oldest(make: Callable[..., Catalog], group: Group, pool: PoolKey) -> None:
-    deleted = Deleted()
-    catalog = make(limits=Limits(bound=6, window=5), on_delete=deleted)
+    told = Told()
+    catalog = make(limits=Limits(bound=6, window=5), told=told)
     for i in range(6):
         catalog.commit(Commit(group, turn(), inserts=[insert(pool, f"s{i}")]))
     used = ["s0", "s0", "s1", "s1", "s3", "s4"]  # among the 5 oldest, s2 is unused; s5 is too, but it is not old
     catalog.commit(Commit(group, turn(), uses=[(pool, s) for s in used]))
     outcome = catalog.commit(Commit(group, turn(), inserts=[insert(pool, "s6")]))
     assert outcome.deleted == ((pool, "s2"),)
-    assert deleted == [(pool, "s2")]
+    assert told.deleted == [(pool, "s2")]
+    assert told.kept == {a.sample: a for a in catalog.anchors(pool, SLOT)}
     assert {a.sample: a.uses for a in catalog.anchors(pool, SLOT)} == {"s0": 2, "s1": 2, "s3": 1, "s4": 1, "s5": 0, "s6": 0}
 
 
@@ -123,16 +143,73 @@ def test_overlapping_commits_lose_nothing(make: Callable[..., Catalog], group: G
 
 
 def test_another_node_replaces_a_dead_boots_anchor(make: Callable[..., Catalog], group: Group, pool: PoolKey) -> None:
-    deleted = Deleted()
-    old = make("old", on_delete=deleted)
+    told = Told()
+    old = make("old", told=told)
     old.commit(Commit(group, turn(), inserts=[insert(pool, "s")]))
     new = make("new")
     assert new.anchors(pool, SLOT) == ()
     assert new.commit(Commit(group, turn(), inserts=[insert(pool, "s")])).accepted
-    deleted.wait()  # the old node follows the stream of settle events
-    assert deleted == [(pool, "s")]
+    told.wait()  # the old node follows the stream of settle events
+    assert told.deleted == [(pool, "s")]
     assert old.anchors(pool, SLOT) == ()
     assert [a.sample for a in new.anchors(pool, SLOT)] == ["s"]
+
+
+def left(catalog: Catalog, pool: PoolKey) -> dict[PoolKey, list[Anchor]]:
+    """What a node finds on its disk after this boot."""
+    return {pool: list(catalog.anchors(pool, SLOT))}
+
+
+def test_a_new_boot_claims_what_its_node_has_tensors_of(make: Callable[..., Catalog], group: Group, pool: PoolKey) -> None:
+    told = Told()
+    first = make("first", node="node", told=told)
+    first.commit(Commit(group, turn(), inserts=[insert(pool, "s1"), insert(pool, "s2"), insert(pool, "s3")]))
+    first.commit(Commit(group, turn(), uses=[(pool, "s1")]))
+    kept = {pool: [a for a in left(first, pool)[pool] if a.sample != "s3"]}
+    first.close()
+    other = make("other", node="elsewhere")
+    other.attach(group, kept, told.epochs[-1])
+    assert other.anchors(pool, SLOT) == (), "another node's tensors are not here"
+    second = make("second", node="node")
+    second.attach(group, kept, told.epochs[-1])
+    assert {a.sample: a.uses for a in second.anchors(pool, SLOT)} == {"s1": 1, "s2": 0}
+    assert not second.commit(Commit(group, turn(), inserts=[insert(pool, "s1")])).accepted, "still known"
+    assert second.commit(Commit(group, turn(), inserts=[insert(pool, "s3")])).accepted, "its tensors were lost"
+
+
+def test_what_was_pruned_meanwhile_stays_pruned(make: Callable[..., Catalog], group: Group, pool: PoolKey) -> None:
+    told = Told()
+    first = make("first", node="node", limits=Limits(bound=3), told=told)
+    for sample in ("s1", "s2", "s3"):
+        first.commit(Commit(group, turn(), inserts=[insert(pool, sample)]))
+    stale = left(first, pool)  # killed before the prune reached the disk
+    assert first.commit(Commit(group, turn(), inserts=[insert(pool, "s4")])).deleted == ((pool, "s1"),)
+    first.close()
+    told_second = Told()
+    second = make("second", node="node", told=told_second)
+    second.attach(group, stale, told.epochs[-1])
+    assert [a.sample for a in second.anchors(pool, SLOT)] == ["s2", "s3"]
+    assert told_second.deleted == [(pool, "s1")], "whoever keeps its tensors hears of it"
+
+
+def test_a_new_server_takes_what_the_node_kept(make: Callable[..., Catalog], group: Group, pool: PoolKey) -> None:
+    told, kept = Told(), {pool: [Anchor("s1", 5, 40, 3, frozenset({SLOT})), Anchor("s2", 5, 41, 0, frozenset({SLOT}))]}
+    catalog = make("boot", told=told)
+    catalog.attach(group, kept, "a server that is gone")
+    assert list(catalog.anchors(pool, SLOT)) == kept[pool]
+    assert len(told.epochs) == 1
+    assert catalog.commit(Commit(group, turn(), inserts=[insert(pool, "s3")])).accepted
+    assert [(a.sample, a.uses) for a in catalog.anchors(pool, SLOT)] == [("s1", 3), ("s2", 0), ("s3", 0)], "the oldest first"
+    later = make("later", node="node of boot")
+    later.attach(group, left(catalog, pool), told.epochs[-1])
+    assert later.anchors(pool, SLOT) == catalog.anchors(pool, SLOT)
+
+
+def test_without_a_server_the_kept_anchors_serve(make: Callable[..., Catalog], group: Group, pool: PoolKey) -> None:
+    kept = {pool: [Anchor("s1", 5, 40, 3, frozenset({SLOT}))]}
+    catalog = make(url="redis://127.0.0.1:1/0")
+    catalog.attach(group, kept, "an epoch")
+    assert list(catalog.anchors(pool, SLOT)) == kept[pool]
 
 
 def test_a_flushed_server_gets_the_snapshot_back(
