@@ -9,7 +9,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from wsgiref.simple_server import WSGIServer
@@ -18,8 +18,10 @@ import torch
 from prometheus_client import start_http_server
 
 from kvcache_service.catalog.embedded import EmbeddedServer
-from kvcache_service.catalog.store import Catalog, Limits
+from kvcache_service.catalog.keys import Group
+from kvcache_service.catalog.store import Catalog, Change, Limits
 from kvcache_service.config import Config, host_budget, refuse_unknown_environment
+from kvcache_service.engine.durable import Durable
 from kvcache_service.engine.engine import Engine, EngineSettings
 from kvcache_service.engine.plan import Reason
 from kvcache_service.engine.planning import PlanSettings
@@ -79,14 +81,27 @@ def build_engine(config: Config, url: str, telemetry: Telemetry) -> Engine:
         max_cost_ratio=config.max_cost_ratio,
         trust=trust,
     )
+    durable = Durable(DiskTier(config.disk_dir, config.disk_bytes) if config.disk_dir is not None else None)
+
+    def catalog(on_change: Callable[[Sequence[Change]], None], on_epoch: Callable[[Group, str], None]) -> Catalog:
+        return Catalog(
+            url,
+            boot_id,
+            limits,
+            node=durable.node,
+            timeout=config.redis_timeout,
+            on_change=on_change,
+            on_epoch=on_epoch,
+        )
+
     return Engine(
         settings,
         HostTier(host_budget(config), idle_seconds=config.host_idle_seconds, touch=config.host_touch),
-        lambda on_delete: Catalog(url, boot_id, limits, timeout=config.redis_timeout, on_delete=on_delete),
+        catalog,
         SharedDirectory(config.shared_memory_dir, boot_id),
         telemetry,
         boot_id=boot_id,
-        disk=DiskTier(config.disk_dir, config.disk_bytes) if config.disk_dir is not None else None,
+        durable=durable,
     )
 
 

@@ -7,6 +7,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 SIGNALS = ("residual", "ratio", "novelty", "error", "entropy")
 GATES = ("residual", "ratio", "novelty")  # the signals that have a limit; the others compete for information
@@ -138,6 +139,10 @@ def _envelope(signal: str, values: Sequence[float]) -> float:
     return max(ENVELOPE * high, 2 * high - low)
 
 
+def _audit(fields: Mapping[str, Any]) -> Audit:
+    return Audit(**{**fields, "slots": tuple(fields["slots"])})
+
+
 def _bad(audits: Sequence[Audit], target: Target) -> list[bool]:
     """Beyond the target; where that hits fewer than two, the worst fifth: signals can be ranked on good data too."""
     beyond = [a.kl > target.kl for a in audits]
@@ -200,6 +205,34 @@ class QualityBook:
                     self._off.discard(slot)
             elif calibration is not None and good.count(False) >= BAD_TO_LEAVE:
                 self._off.add(slot)
+
+    def dump(self, key: tuple[str, str]) -> str:
+        """All that is known of a template, as JSON."""
+        windows = {place[2]: list(map(asdict, window)) for place, window in self._windows.items() if place[:2] == key}
+        calibration = self.calibrations.get(key)
+        return json.dumps(
+            {
+                "audits": list(map(asdict, self.audits(key))),
+                "windows": windows,
+                "off": sorted(self.off(key)),
+                "calibration": calibration.to_json() if calibration else None,
+            }
+        )
+
+    def restore(self, key: tuple[str, str], record: str) -> None:
+        """Take a dump in; a calibration that is known already stays.
+
+        Raises ValueError, KeyError or TypeError for a record of another layout; nothing has changed then.
+        """
+        known = json.loads(record)
+        audits = [_audit(fields) for fields in known["audits"]]
+        windows = {int(ordinal): list(map(_audit, window)) for ordinal, window in known["windows"].items()}
+        calibration = Calibration.from_json(known["calibration"]) if known["calibration"] else None
+        self._off |= {(*key, int(ordinal)) for ordinal in known["off"]}
+        self._audits[key] = deque(audits, maxlen=_KEPT)
+        self._windows |= {(*key, ordinal): deque(window, maxlen=WINDOW) for ordinal, window in windows.items()}
+        if calibration is not None:
+            self.calibrations.setdefault(key, calibration)
 
     def off(self, key: tuple[str, str]) -> frozenset[int]:
         """Ordinals of the template's slots that are switched to dense."""

@@ -7,16 +7,17 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from kvcache_service.catalog.keys import Group, PoolKey
-from kvcache_service.catalog.store import Catalog
+from kvcache_service.catalog.keys import Group
+from kvcache_service.catalog.store import Catalog, Change
 from kvcache_service.engine import assembly
 from kvcache_service.engine.cost import CostModel
+from kvcache_service.engine.durable import Durable
 from kvcache_service.engine.memory import Memory
 from kvcache_service.engine.plan import Action, Plan, Reason, Trial
 from kvcache_service.engine.planning import Planner, PlanSettings, bypass
@@ -30,7 +31,6 @@ from kvcache_service.kernels import cpu
 from kvcache_service.prompt import Fixed, Policy, Span, Template, check_tokens, chunked, context_keys, lay_out, tokens_key
 from kvcache_service.quality import Calibration
 from kvcache_service.telemetry import SlotReport, Telemetry, TurnReport
-from kvcache_service.tiers.disk import DiskTier
 from kvcache_service.tiers.host import HostTier, Pin
 from kvcache_service.tiers.shared import BufferPool, SharedDirectory
 
@@ -64,11 +64,11 @@ class Engine:
         self,
         settings: EngineSettings,
         tier: HostTier,
-        catalog: Callable[[Callable[[PoolKey, str], None]], Catalog],
+        catalog: Callable[[Callable[[Sequence[Change]], None], Callable[[Group, str], None]], Catalog],
         shared: SharedDirectory,
         telemetry: Telemetry,
         *,
-        disk: DiskTier | None = None,
+        durable: Durable,
         boot_id: str,
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
@@ -82,14 +82,16 @@ class Engine:
         self._clock = clock
         self._lock = threading.RLock()
         self._learning = threading.Lock()
-        self._disk = disk
-        self._memory = Memory(tier, disk)
+        self._restoring = threading.Lock()
+        self._durable = durable
+        self._memory = Memory(tier, durable)
         self._prefixes = Prefixes(self._memory, self._lock)
-        self._catalog = catalog(self._drop_anchor)
+        self._catalog = catalog(self._anchors_changed, durable.keep_epoch)
         self._catalog_up = True
-        self._trust = Trust(settings.trust, self._catalog, telemetry, draw)
+        self._trust = Trust(settings.trust, self._catalog, durable, telemetry, draw)
         self._models: dict[str, Geometry] = {}
         self._costs: dict[str, CostModel] = {}
+        self._groups: set[Group] = set()
         self._templates: dict[tuple[str, str], Template] = {}
         self._sessions: dict[str, Session] = {}
         self._turns: dict[str, Turn] = {}
@@ -143,13 +145,33 @@ class Engine:
                 check_tokens(segment.token_ids, geometry.vocab_size, f"segments[{ordinal}].fixed")
         group = Group(tenant, template.model_id)
         first = template.segments[0]
-        self._trust.load(tenant, template)
+        with self._restoring:
+            quality = self._restore(group, template)
+        self._trust.load(tenant, template, quality)
         key = self._memory.exact_key(group, tokens_key(first.token_ids), 0) if isinstance(first, Fixed) else ""
         self._memory.promote([key])
         with self._lock:
-            self._templates[tenant, template.template_id] = template
             prefix = self._tier.pin(key, Pin.SOFT, weaken=False)  # a role prompt serves every turn of its agent
-            return template.template_id, self._memory.missing_fixed(tenant, template, prefix)
+            return template.template_id, self._memory.missing_fixed(group, template, prefix)
+
+    def _restore(self, group: Group, template: Template) -> str | None:
+        """Bring back what earlier boots learned, the first time that a group and a template are named. Reads files.
+
+        Returns what was known of the template's quality.
+        """
+        if group not in self._groups:
+            known = self._durable.group(group)
+            with self._lock:
+                self._memory.restore_group(group, known)
+            self._catalog.attach(group, known.anchors, known.epoch)
+            self._groups.add(group)
+        if (group.tenant, template.template_id) in self._templates:
+            return None
+        learned = self._durable.template(group, template.template_id)
+        with self._lock:
+            self._memory.restore_template(learned)
+            self._templates[group.tenant, template.template_id] = template
+        return learned.quality
 
     def model(self, model_id: str) -> Geometry:
         geometry = self._models.get(model_id)
@@ -195,8 +217,11 @@ class Engine:
         chosen = policy or template.policy
         spans = self._lay_out(template, geometry, samples, reserve, chosen)
         contexts = context_keys(spans)
-        group = Group(tenant, template.model_id)
-        self._memory.promote(self._memory.exact_key(group, c, s.start) for s, c in zip(spans, contexts, strict=True))
+        gate = self._trust.gate(tenant, template_id)
+        planner = Planner(self.settings.plan, self._memory, self._catalog.anchors, geometry, tenant, template, gate, trial)
+        with self._lock:
+            sources = list(planner.sources(spans, contexts, chosen))
+        self._memory.promote(sources)
         with self._lock:
             session = self._session(tenant, session_id)
             asked = (template_id, tuple(sorted(samples.items())), reserve, share, policy, trial)
@@ -208,8 +233,6 @@ class Engine:
                     )
                 turn = self._find(tenant, turn_id)
                 return Opened(turn, 0.0, self._trust.probe_limits(turn))
-            gate = self._trust.gate(tenant, template_id)
-            planner = Planner(self.settings.plan, self._memory, self._catalog.anchors, geometry, tenant, template, gate, trial)
             plan = planner.plan(spans, contexts, chosen)
             if trial is None:
                 plan = self._weigh_cost(plan, geometry)
@@ -379,29 +402,28 @@ class Engine:
     def gauges(self) -> dict[str, float]:
         sizes = self._catalog.pool_sizes()
         with self._lock:
-            return {
-                "kvcache_sessions": len(self._sessions),
-                "kvcache_open_turns": len(self._turns),
-                "kvcache_leases": self._tier.leases,
-                "kvcache_leased_bytes": self._tier.leased_bytes,
-                "kvcache_host_used_bytes": self._tier.used_bytes,
-                "kvcache_host_budget_bytes": self._tier.budget,
-                "kvcache_host_pinned_bytes": self._tier.pinned_bytes,
-                "kvcache_host_largest_free_bytes": self._tier.largest_free_bytes,
-                "kvcache_host_evictions": self._tier.evictions,
-                "kvcache_disk_used_bytes": self._disk.used_bytes if self._disk else 0,
-                "kvcache_disk_budget_bytes": self._disk.budget if self._disk else 0,
-                "kvcache_disk_pending_bytes": self._disk.pending_bytes if self._disk else 0,
-                "kvcache_disk_refused": self._disk.refused if self._disk else 0,
-                "kvcache_disk_damaged": self._disk.damaged if self._disk else 0,
-                "kvcache_buffer_bytes": sum(s.held_bytes for s in self._sessions.values()),
-                "kvcache_pools": len(sizes),
-                "kvcache_anchors": sum(sizes.values()),
-                "kvcache_slots": len(self._memory.statistics),
-                "kvcache_predictor_bytes": self._memory.predictor_bytes,
-                "kvcache_anchor_bytes": self._memory.anchor_bytes,
-                "kvcache_catalog_up": float(self._catalog_up),
-            } | self._trust.gauges()
+            return (
+                {
+                    "kvcache_sessions": len(self._sessions),
+                    "kvcache_open_turns": len(self._turns),
+                    "kvcache_leases": self._tier.leases,
+                    "kvcache_leased_bytes": self._tier.leased_bytes,
+                    "kvcache_host_used_bytes": self._tier.used_bytes,
+                    "kvcache_host_budget_bytes": self._tier.budget,
+                    "kvcache_host_pinned_bytes": self._tier.pinned_bytes,
+                    "kvcache_host_largest_free_bytes": self._tier.largest_free_bytes,
+                    "kvcache_host_evictions": self._tier.evictions,
+                    "kvcache_buffer_bytes": sum(s.held_bytes for s in self._sessions.values()),
+                    "kvcache_pools": len(sizes),
+                    "kvcache_anchors": sum(sizes.values()),
+                    "kvcache_slots": len(self._memory.statistics),
+                    "kvcache_predictor_bytes": self._memory.predictor_bytes,
+                    "kvcache_anchor_bytes": self._memory.anchor_bytes,
+                    "kvcache_catalog_up": float(self._catalog_up),
+                }
+                | self._durable.gauges()
+                | self._trust.gauges()
+            )
 
     def audited_slots(self) -> list[SlotReport]:
         """Quality of every slot that was audited."""
@@ -418,8 +440,7 @@ class Engine:
             self.close_session(session_id)
         self._catalog.close()
         self._shared.close()
-        if self._disk is not None:
-            self._disk.close()
+        self._durable.close()
 
     def check(self) -> None:
         """Assert the invariants; for tests and post-mortems."""
@@ -547,6 +568,9 @@ class Engine:
             with self._lock:
                 self._costs[geometry.model_id].report(fresh, plan.prompt_tokens, settlement.first_forward, fetched, overhead)
 
-    def _drop_anchor(self, pool: PoolKey, sample: str) -> None:
+    def _anchors_changed(self, changes: Sequence[Change]) -> None:
         with self._lock:
-            self._memory.drop_anchor(pool, sample)
+            for change in changes:
+                if change.anchor is None:
+                    self._memory.drop_anchor(change.pool, change.sample)
+        self._durable.keep_anchors(changes)

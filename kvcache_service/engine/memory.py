@@ -1,88 +1,29 @@
 """The tensors that turns left behind: exact segments, sample bases, offsets and predictors of every slot.
 
-Tensors lie in the host tier under content keys; this module knows which key holds what. Guarded by the engine's lock.
+Tensors lie in the host tier under keys that never name other bytes later; this module knows which key holds what, and tells
+what outlives the process. Guarded by the engine's lock.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from itertools import islice
 
 import torch
 from torch import Tensor
 
 from kvcache_service.catalog.keys import Group, PoolKey
+from kvcache_service.engine.durable import Durable, KnownGroup, KnownTemplate
+from kvcache_service.engine.records import Base, FixedBase, Offsets, Place, Slot
 from kvcache_service.errors import KVCacheError
 from kvcache_service.geometry import Geometry
 from kvcache_service.predictor import RidgeStatistics, RunningMean
 from kvcache_service.prompt import Template
-from kvcache_service.tiers.disk import DiskTier
 from kvcache_service.tiers.host import HostTier, Pin
 
 LAYER_ZERO_TOLERANCE = 0.02  # relative L2; agreeing tokens stay below rounding, a slip by one token gives about 1
 _LAYER_ZERO_ROWS = 8192
-
-
-@dataclass(frozen=True)
-class Base:
-    """Position-free KV of a sample in its origin context, where it began at `start`. covered: leading tokens with KV.
-
-    produced: the placeholder that an answer was said for; "" for text that was read first.
-    """
-
-    origin: str
-    start: int
-    covered: int
-    taint: int
-    key: str
-    produced: str = ""
-
-
-@dataclass(frozen=True, order=True)
-class Slot:
-    """Where a sample is consumed: the ordinal of a placeholder in a template, for one origin of its base."""
-
-    pool: PoolKey
-    template_id: str
-    ordinal: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.template_id}:{self.ordinal}"
-
-
-@dataclass
-class AnchorTensors:
-    """One anchor: the blob key of its base, and what it holds per slot name."""
-
-    base: str
-    offsets: dict[str, Offsets] = field(default_factory=dict)
-
-    def keys(self) -> Iterator[str]:
-        for offsets in self.offsets.values():
-            yield from offsets.keys()
-
-
-@dataclass(frozen=True)
-class Offsets:
-    """Blob keys of the offsets of a placeholder, which began at `start`, and of the fixed segment after it."""
-
-    placeholder: str
-    following: str | None
-    start: int
-
-    def keys(self) -> tuple[str, ...]:
-        return (self.placeholder, self.following) if self.following else (self.placeholder,)
-
-
-@dataclass(frozen=True)
-class FixedBase:
-    """Canonical KV of a fixed segment in its first dense context, where it began at `start`."""
-
-    kv: Tensor
-    start: int
 
 
 class LayerZero:
@@ -116,17 +57,31 @@ class LayerZero:
 class Memory:
     """Everything that is learned about one service's models and templates."""
 
-    def __init__(self, tier: HostTier, disk: DiskTier | None = None) -> None:
+    def __init__(self, tier: HostTier, durable: Durable) -> None:
         self.tier = tier
-        self._disk = disk
+        self._durable = durable
         self.statistics: dict[Slot, RidgeStatistics] = {}
-        self.fixed: dict[tuple[str, str, int], RunningMean] = {}
-        self.fixed_bases: dict[tuple[str, str, int], FixedBase] = {}
-        self.anchors: dict[tuple[PoolKey, str], AnchorTensors] = {}
+        self.fixed: dict[Place, RunningMean] = {}
+        self.fixed_bases: dict[Place, FixedBase] = {}
+        self.anchors: dict[tuple[PoolKey, str], dict[str, Offsets]] = {}  # offsets by slot name
         self._bases: dict[tuple[Group, str], dict[str, Base]] = defaultdict(dict)
         self._prune_at = 1024
-        self._norms: dict[Slot, deque[float]] = {}
+        self._norms: dict[Slot, deque[float]] = defaultdict(lambda: deque(maxlen=64))
         self._layer_zero: dict[Group, LayerZero] = {}
+
+    def restore_group(self, group: Group, known: KnownGroup) -> None:
+        """Take in what an earlier boot left."""
+        for sample, base in known.bases:
+            self._bases[group, sample][base.origin] = base
+        self.anchors |= {key: dict(offsets) for key, offsets in known.offsets.items()}
+
+    def restore_template(self, known: KnownTemplate) -> None:
+        """Take in what an earlier boot left."""
+        for slot, (statistics, norms) in known.predictors.items():
+            self.statistics[slot] = statistics
+            self._norms[slot].extend(norms)
+        self.fixed |= known.means
+        self.fixed_bases |= known.fixed_bases
 
     def layer_zero(self, tenant: str, geometry: Geometry) -> LayerZero:
         group = Group(tenant, geometry.model_id)
@@ -138,63 +93,61 @@ class Memory:
         """KV of tokens [start, end) behind exactly the tokens before; `context` is the key of all tokens to `end`."""
         return f"{group.tag}:exact:{context}:{start}"
 
-    def keep_exact(self, key: str, kv: Tensor, pin: Pin = Pin.NONE) -> None:
-        """Store exact KV; on disk too, where there is one: its key says all that is needed to use it after a restart."""
+    def keep(self, key: str, kv: Tensor, pin: Pin = Pin.NONE) -> None:
+        """Store a blob, on disk too, where there is one. Raises QUOTA."""
         self.tier.put(key, kv, pin)
-        if self._disk is not None:
-            self._disk.offer(key, kv)
+        self._durable.offer(key, kv)
 
     def promote(self, keys: Iterable[str]) -> None:
-        """Bring exact KV that only the disk still has back into the host tier. Reads files: call it without a lock."""
-        if self._disk is None:
-            return
+        """Bring blobs that only the disk still has back into the host tier. Reads files: call it without a lock."""
         for key in keys:
-            if not self.tier.has(key) and (kv := self._disk.get(key)) is not None:
+            if not self.tier.has(key) and (kv := self._durable.get(key)) is not None:
                 try:
                     self.tier.put(key, kv)
                 except KVCacheError:  # all of the tier is leased
                     return
 
     def bases(self, group: Group, sample: str) -> list[Base]:
-        """Bases of a sample whose tensors are still here, oldest first, whatever placeholder they came from. Lost ones are
-        forgotten."""
+        """Bases of a sample whose tensors are still in host memory or on disk, oldest first, whatever placeholder they came
+        from. Lost ones are forgotten."""
         known = self._bases.get((group, sample))
         if not known:
             return []
-        for origin in [o for o, base in known.items() if not self.tier.has(base.key)]:
-            del known[origin]
+        for base in [b for b in known.values() if not self.tier.has(b.key) and not self._durable.has(b.key)]:
+            del known[base.origin]
+            self._durable.drop_base(group, sample, base)
         if not known:
             del self._bases[group, sample]
         return list(known.values())
 
     def add_base(self, group: Group, sample: str, base: Base) -> None:
         self._bases[group, sample][base.origin] = base
+        self._durable.keep_base(group, sample, base)
         if len(self._bases) >= self._prune_at:
             for known in list(self._bases):
                 self.bases(*known)
             self._prune_at = 2 * len(self._bases) + 1024
 
-    def base_key(self, group: Group, placeholder: str, sample: str, origin: str) -> str:
-        return f"{group.tag}:base:{origin}:{placeholder}:{sample}"
+    def add_fixed_base(self, place: Place, base: FixedBase) -> None:
+        """The first one stays: offsets were measured against it."""
+        if place not in self.fixed_bases:
+            self.fixed_bases[place] = base
+            self._durable.keep_fixed(place, base)
 
-    def fixed_mean(self, tenant: str, template_id: str, ordinal: int) -> RunningMean | None:
-        return self.fixed.get((tenant, template_id, ordinal))
-
-    def add_anchor(self, slot: Slot, sample: str, base_key: str, offset: Tensor, following: Tensor | None, start: int) -> None:
-        """Keep full offsets, for the paper policy and for refits."""
-        stem = f"{slot.pool.key}:offset:{sample}:{slot.name}"
-        placeholder_key, following_key = f"{stem}:placeholder", f"{stem}:following" if following is not None else None
-        self.tier.put(placeholder_key, offset)
-        if following is not None and following_key is not None:
-            self.tier.put(following_key, following)
-        tensors = self.anchors.setdefault((slot.pool, sample), AnchorTensors(base_key))
-        tensors.offsets[slot.name] = Offsets(placeholder_key, following_key, start)
+    def add_anchor(self, slot: Slot, sample: str, offset: Tensor, following: Tensor | None, offsets: Offsets) -> None:
+        """Keep full offsets, for the paper policy and for refits. Raises QUOTA."""
+        self.keep(offsets.placeholder, offset)
+        if following is not None and offsets.following is not None:
+            self.keep(offsets.following, following)
+        self.anchors.setdefault((slot.pool, sample), {})[slot.name] = offsets
+        self._durable.keep_offsets(slot, sample, offsets)
 
     def drop_anchor(self, pool: PoolKey, sample: str) -> None:
         """The pruned anchor's tensors are freed when the last lease on them ends."""
-        tensors = self.anchors.pop((pool, sample), None)
-        if tensors is not None:
-            self.tier.remove(tensors.keys())
+        offsets = self.anchors.pop((pool, sample), {})
+        owned = [key for held in offsets.values() for key in held.owned]
+        self.tier.remove(owned)
+        self._durable.drop_anchor(pool, sample, owned)
 
     def norm_in_band(self, slot: Slot, relative_norm: float) -> bool:
         """Within three times the 95 % quantile of what this slot has seen; anything goes for the first eight."""
@@ -203,21 +156,27 @@ class Memory:
 
     def predictor(self, slot: Slot, relative_norm: float) -> RidgeStatistics:
         """The slot's statistics, to which a sample with this offset norm is about to be added."""
-        self._norms.setdefault(slot, deque(maxlen=64)).append(relative_norm)
+        self._norms[slot].append(relative_norm)
         return self.statistics.setdefault(slot, RidgeStatistics())
+
+    def keep_predictor(self, slot: Slot) -> None:
+        """The slot has learned."""
+        self._durable.keep_predictor(slot, self.statistics[slot], list(self._norms[slot]))
 
     def samples(self, slot: Slot) -> int:
         """How many samples the slot has learned from."""
         found = self.statistics.get(slot)
         return found.samples if found is not None else 0
 
-    def learn_fixed(self, tenant: str, template_id: str, ordinal: int, kv: Tensor) -> None:
-        self.fixed.setdefault((tenant, template_id, ordinal), RunningMean()).add(kv)
+    def learn_fixed(self, place: Place, kv: Tensor) -> None:
+        mean = self.fixed.setdefault(place, RunningMean())
+        mean.add(kv)
+        self._durable.keep_mean(place, mean)
 
-    def missing_fixed(self, tenant: str, template: Template, exact_prefix: bool) -> list[int]:
+    def missing_fixed(self, group: Group, template: Template, exact_prefix: bool) -> list[int]:
         """Ordinals of fixed segments without any KV; a leading one has it when its prefix is stored."""
         fixed = [i for i, s in enumerate(template.segments) if not hasattr(s, "name")]
-        return [i for i in fixed if not (exact_prefix if i == 0 else (tenant, template.template_id, i) in self.fixed)]
+        return [i for i in fixed if not (exact_prefix if i == 0 else Place(group, template.template_id, i) in self.fixed)]
 
     @property
     def predictor_bytes(self) -> int:
@@ -227,7 +186,7 @@ class Memory:
     @property
     def anchor_bytes(self) -> int:
         """What the paper policy holds: bases and full offsets of its anchors."""
-        keys = {key for tensors in self.anchors.values() for key in (tensors.base, *tensors.keys())}
+        keys = {key for offsets in self.anchors.values() for held in offsets.values() for key in held.keys}
         return sum(self.tier.size(key) for key in keys) + sum(base.kv.nbytes for base in self.fixed_bases.values())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -11,8 +11,9 @@ from torch import Tensor
 from kvcache_service import matching
 from kvcache_service.catalog.keys import Group, PoolKey
 from kvcache_service.catalog.store import Anchor
-from kvcache_service.engine.memory import Base, Memory, Offsets, Slot
+from kvcache_service.engine.memory import Memory
 from kvcache_service.engine.plan import Action, Blended, Blending, Mapped, Plan, Reason, Repositioned, SegmentPlan, Trial
+from kvcache_service.engine.records import Base, Offsets, Place, Slot
 from kvcache_service.geometry import Geometry
 from kvcache_service.kernels import cpu
 from kvcache_service.predictor import LinearMap
@@ -91,6 +92,18 @@ class Planner:
                 segments = self._guarded(segments)
         segments = _compute_last(segments)
         return Plan(policy, tuple(segments), contexts=contexts)
+
+    def sources(self, spans: Sequence[Span], contexts: Sequence[str], policy: Policy) -> Iterator[str]:
+        """Keys of all blobs that a plan, or what is learned from its turn, may read."""
+        for span, context in zip(spans, contexts, strict=True):
+            yield self._memory.exact_key(self._group, context, span.start)
+            if not span.placeholder or policy is Policy.EXACT:
+                continue
+            for base in self._memory.bases(self._group, tokens_key(span.token_ids)):
+                yield base.key
+                if policy is Policy.PAPER or self._trial is not None:
+                    for held in self._known(self._slot(span, base)):
+                        yield from held.offsets.keys
 
     def _exact(self, spans: Sequence[Span], contexts: Sequence[str]) -> list[SegmentPlan]:
         """EXACT where the KV of these tokens behind this very prefix is stored; undecided (DENSE, MISS) elsewhere."""
@@ -178,12 +191,17 @@ class Planner:
         return replace(plan, source=Repositioned(tensor)) if calibration.reposition else _dense(span, Reason.NOVELTY)
 
     def _map(self, span: Span, base: Base) -> LinearMap | None:
-        pool = PoolKey(self._group, span.placeholder, base.origin)
-        statistics = self._memory.statistics.get(Slot(pool, self._template_id, span.ordinal))
+        statistics = self._memory.statistics.get(self._slot(span, base))
         return statistics.map if statistics is not None and statistics.samples >= self._mature else None
 
+    def _slot(self, span: Span, base: Base) -> Slot:
+        return Slot(PoolKey(self._group, span.placeholder, base.origin), self._template_id, span.ordinal)
+
+    def _place(self, ordinal: int) -> Place:
+        return Place(self._group, self._template_id, ordinal)
+
     def _guarded_fixed(self, span: Span) -> SegmentPlan:
-        mean = self._memory.fixed_mean(self._group.tenant, self._template_id, span.ordinal)
+        mean = self._memory.fixed.get(self._place(span.ordinal))
         if mean is None or mean.samples < self._settings.min_samples:
             return _dense(span, Reason.WARMING)
         return SegmentPlan(span, Action.REUSE, source=Repositioned(mean.mean()), anchors=mean.samples)
@@ -220,7 +238,7 @@ class Planner:
         return _dense(span, Reason.MISS)
 
     def _repositioned_fixed(self, span: Span) -> SegmentPlan:
-        base = self._memory.fixed_bases.get((self._group.tenant, self._template_id, span.ordinal))
+        base = self._memory.fixed_bases.get(self._place(span.ordinal))
         return SegmentPlan(span, Action.REUSE, source=Repositioned(base.kv)) if base else _dense(span, Reason.WARMING)
 
     # paper
@@ -253,29 +271,31 @@ class Planner:
                 break
         return found
 
-    def _held(self, slot: Slot) -> list[_Held]:
-        """Anchors of the slot whose tensors are all here, oldest first."""
-        tier, out = self._memory.tier, []
+    def _known(self, slot: Slot) -> Iterator[_Held]:
+        """Anchors of the slot, oldest first."""
         for anchor in self._anchors(slot.pool, slot.name):
-            tensors = self._memory.anchors.get((slot.pool, anchor.sample))
-            offsets = tensors.offsets.get(slot.name) if tensors else None
-            if tensors and offsets and all(tier.has(key) for key in (tensors.base, *offsets.keys())):
-                out.append(_Held(anchor, tensors.base, offsets))
+            offsets = self._memory.anchors.get((slot.pool, anchor.sample), {}).get(slot.name)
+            if offsets:
+                yield _Held(anchor, offsets)
+
+    def _held(self, slot: Slot) -> list[_Held]:
+        """Those whose tensors are all in host memory."""
+        out = [held for held in self._known(slot) if all(map(self._memory.tier.has, held.offsets.keys))]
         return out[: self._blending.max_anchors or None]
 
     def _blend(self, span: Span, sample: str, base: Base) -> tuple[SegmentPlan, SegmentPlan | None]:
         options = self._blending
-        slot = Slot(PoolKey(self._group, span.placeholder, base.origin), self._template_id, span.ordinal)
+        slot = self._slot(span, base)
         held = self._held(slot)
         if not held:
             return _dense(span, Reason.WARMING), None
-        longer = [h for h in held if h.anchor.length >= base.covered]
+        longer = [h for h in held if h.offsets.length >= base.covered]
         if not longer:
             return _dense(span, Reason.LENGTH), None
         same = [h for h in longer if h.anchor.sample == sample]
         chosen = same or longer
         own = self._memory.tier.get(base.key)
-        blobs = [blob for h in chosen if (blob := self._memory.tier.get(h.base)) is not None]
+        blobs = [blob for h in chosen if (blob := self._memory.tier.get(h.offsets.base)) is not None]
         if own is None or len(blobs) != len(chosen):
             return _dense(span, Reason.MISS), None
         weights: tuple[float, ...] = (1.0,)
@@ -294,12 +314,12 @@ class Planner:
             keys=frozenset({base.key, *mine}),
             uses=tuple((slot.pool, h.anchor.sample) for h, w in zip(chosen, weights, strict=True) if w * len(weights) >= 1.0),
         )
-        fixed = self._memory.fixed_bases.get((self._group.tenant, self._template_id, span.ordinal + 1))
-        following = [h.offsets.following for h in chosen if h.offsets.following]
+        fixed = self._memory.fixed_bases.get(self._place(span.ordinal + 1))
+        following = [h.offsets.following for h in chosen if h.offsets.following and fixed and h.offsets.fixed == fixed.key]
         if fixed is None or len(following) != len(chosen):
             return placeholder, None
         if options.absolute_frame:
-            shifts = [s + h.anchor.length - base.covered for h, s in zip(chosen, shifts, strict=True)]
+            shifts = [s + h.offsets.length - base.covered for h, s in zip(chosen, shifts, strict=True)]
         moved = self._placed(fixed.kv, fixed.start - span.end)
         return placeholder, self._blended(span, moved, following if options.following_offsets else [], weights, shifts, 0)
 
@@ -317,9 +337,9 @@ class Planner:
 
     def _entropy(self, span: Span, base: Base, own: Tensor) -> float:
         """The paper's gate signal, relative to its bound log|A|, to compete with the others; 1.0 where it cannot match."""
-        slot = Slot(PoolKey(self._group, span.placeholder, base.origin), self._template_id, span.ordinal)
-        held = [h for h in self._held(slot) if h.anchor.length >= base.covered]
-        blobs = [blob for h in held if (blob := self._memory.tier.get(h.base)) is not None]
+        slot = self._slot(span, base)
+        held = [h for h in self._held(slot) if h.offsets.length >= base.covered]
+        blobs = [blob for h in held if (blob := self._memory.tier.get(h.offsets.base)) is not None]
         if len(blobs) < 2:
             return 1.0
         return matching.match(matching.distances(own, blobs), own.numel()).entropy / math.log(len(blobs))
@@ -328,7 +348,6 @@ class Planner:
 @dataclass(frozen=True)
 class _Held:
     anchor: Anchor
-    base: str
     offsets: Offsets
 
 

@@ -63,7 +63,7 @@ class Prefixes:
                 raise KVCacheError(Code.CONFLICT, "other KV is stored here", field="token_ids", fix="use what is stored")
             if zero.error(token_ids, canonical) > LAYER_ZERO_TOLERANCE:
                 raise invalid("data", "layer 0 belongs to other tokens", "send the KV of exactly these tokens from position 0 on")
-            self._memory.keep_exact(key, canonical, pin or Pin.NONE)
+            self._memory.keep(key, canonical, pin or Pin.NONE)
             self._digests = {k: d for k, d in self._digests.items() if tier.has(k)} | {key: digest}
             zero.learn(token_ids, canonical)
         return key, False

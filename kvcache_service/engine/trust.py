@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 from kvcache_service.catalog.keys import Group
 from kvcache_service.catalog.store import Catalog
-from kvcache_service.engine.memory import Slot
+from kvcache_service.engine.durable import Durable
 from kvcache_service.engine.plan import Mapped, Plan, Reason
 from kvcache_service.engine.planning import Gate
+from kvcache_service.engine.records import Slot
 from kvcache_service.engine.sessions import Settlement, Turn, Verdict
 from kvcache_service.errors import Code, KVCacheError, invalid
 from kvcache_service.predictor import RidgeStatistics
@@ -65,27 +66,45 @@ class ProbeLimits:
 class Trust:
     """Thread-safe. Templates are named by (tenant, template id)."""
 
-    def __init__(self, settings: TrustSettings, catalog: Catalog, telemetry: Telemetry, draw: Callable[[], float]) -> None:
+    def __init__(
+        self, settings: TrustSettings, catalog: Catalog, durable: Durable, telemetry: Telemetry, draw: Callable[[], float]
+    ) -> None:
         self._settings = settings
         self._catalog = catalog
+        self._durable = durable
         self._telemetry = telemetry
         self._draw = draw
         self._lock = threading.Lock()
         self._book = QualityBook()
         self._lessons: set[tuple[str, str]] = set()
 
-    def load(self, tenant: str, template: Template) -> None:
-        """What an earlier boot found; its key carries model and template, so that neither can have changed."""
-        text = self._catalog.calibration(Group(tenant, template.model_id), template.template_id)
-        if text is None:
-            return
+    def load(self, tenant: str, template: Template, record: str | None) -> None:
+        """What an earlier boot found; its key carries model and template, so that neither can have changed.
+
+        record: what this node kept of it. The catalog's calibration is newer, where it has one; else it gets ours back.
+        """
+        key, group = (tenant, template.template_id), Group(tenant, template.model_id)
+        text = self._catalog.calibration(group, template.template_id)
         try:
-            known = Calibration.from_json(text)
+            with self._lock:
+                if text is not None:
+                    self._book.calibrations.setdefault(key, Calibration.from_json(text))
+                if record is not None:
+                    self._book.restore(key, record)
+                known = self._book.calibrations.get(key)
         except (ValueError, KeyError, TypeError):
             log.warning("calibration of %s is not readable; calibrate again", template.template_id[:12])
             return
+        if text is None and known is not None:
+            try:
+                self._catalog.put_calibration(group, template.template_id, known.to_json())
+            except KVCacheError as error:
+                log.warning("calibration not stored: %s", error)
+
+    def _keep(self, tenant: str, template: Template) -> None:
         with self._lock:
-            self._book.calibrations.setdefault((tenant, template.template_id), known)
+            record = self._book.dump((tenant, template.template_id))
+        self._durable.keep_quality(Group(tenant, template.model_id), template.template_id, record)
 
     def gate(self, tenant: str, template_id: str) -> Gate:
         key = (tenant, template_id)
@@ -135,6 +154,7 @@ class Trust:
             self._book.add(key, audit)
             first = key not in self._book.calibrations
             enough = self._book.usable_audits(key) >= max(MIN_AUDITS, self._settings.calibration_audits)
+        self._keep(turn.tenant, turn.template)
         self._telemetry.audited(plan.policy.value, distance.kl, distance.top1)
         if first and enough:
             try:
@@ -167,6 +187,7 @@ class Trust:
         self._catalog.put_calibration(Group(tenant, template.model_id), template.template_id, fitted.to_json())
         with self._lock:
             self._book.calibrations[key] = fitted
+        self._keep(tenant, template)
         log.info("calibrated %s: usable=%s, %d audits", template.template_id[:12], fitted.usable, fitted.audits)
         return fitted
 

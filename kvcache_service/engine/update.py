@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from kvcache_service.catalog.keys import Group, PoolKey
 from kvcache_service.catalog.store import Commit, Insert
-from kvcache_service.engine.memory import LAYER_ZERO_TOLERANCE, Base, FixedBase, Memory, Slot, relative_norm
+from kvcache_service.engine.memory import LAYER_ZERO_TOLERANCE, Memory, relative_norm
 from kvcache_service.engine.plan import Reason, SegmentPlan
+from kvcache_service.engine.records import Base, FixedBase, Offsets, Place, Slot
 from kvcache_service.engine.sessions import Settlement, Turn, Verdict
 from kvcache_service.errors import KVCacheError, invalid
 from kvcache_service.prompt import CHUNK, Policy, Span, check_tokens, chunked, context_keys, tokens_key
@@ -170,7 +171,7 @@ class Update:
         sample = tokens_key(self._settlement.output_token_ids)
         origin = f"{self._turn.template.template_id}:output"
         kv = self._turn.staged[self._turn.plan.prompt_tokens][:, :, :count].contiguous()
-        key = self._memory.base_key(self._group, produces, sample, origin)
+        key = f"{self._group.tag}:base:{origin}:{produces}:{sample}:{self._turn.turn_id}"
         if any(b.origin == origin and b.taint <= taint for b in self._memory.bases(self._group, sample)):
             return
         self._bases.append(_NewBase(sample, Base(origin, self._turn.plan.prompt_tokens, count, taint, key, produces), kv))
@@ -187,26 +188,29 @@ class Update:
         """Store what belongs to this node alone. A full host tier refuses single tensors, never the turn."""
         zero = self._memory.layer_zero(self._turn.tenant, self._turn.geometry)
         for key, span, kv in self._exact:
-            if self._kept(self._memory.keep_exact, key, kv):
+            if self._kept(key, kv):
                 zero.learn(span.token_ids, kv)
                 if _follows(span):
-                    slot = (self._turn.tenant, self._turn.template.template_id, span.ordinal)
-                    self._memory.fixed_bases.setdefault(slot, FixedBase(kv, span.start))
+                    place = self._place(span)
+                    name = f"{self._group.tag}:fixed:{place.template_id}:{place.ordinal}:{self._turn.turn_id}"
+                    self._memory.add_fixed_base(place, FixedBase(kv, span.start, name))
         for new in self._bases:
-            if new.kv is None or self._kept(self._memory.tier.put, new.base.key, new.kv):
+            if new.kv is None or self._kept(new.base.key, new.kv):
                 self._memory.add_base(self._group, new.sample, new.base)
                 if new.kv is not None:
                     zero.learn(self._settlement.output_token_ids[: new.base.covered], new.kv)
 
+    def _place(self, span: Span) -> Place:
+        return Place(self._group, self._turn.template.template_id, span.ordinal)
+
     def learn(self, lock: threading.RLock) -> None:
         """Add the accepted candidates to pools and predictors. `lock` guards memory; sums are solved outside it."""
         accepted = {(i.pool, i.sample, i.slot) for i in self.accepted}
-        tenant, template_id = self._turn.tenant, self._turn.template.template_id
         if accepted:
             with lock:
                 for _, span, kv in self._exact:
                     if _follows(span):
-                        self._memory.learn_fixed(tenant, template_id, span.ordinal, kv)
+                        self._memory.learn_fixed(self._place(span), kv)
         for offset in self._offsets:
             if (offset.slot.pool, offset.sample, offset.slot.name) not in accepted:
                 continue
@@ -214,19 +218,32 @@ class Update:
                 predictor = self._memory.predictor(offset.slot, relative_norm(offset.base, offset.offset))
             predictor.add(offset.base, offset.offset)
             with lock:
-                following = None
-                if offset.following is not None:
-                    span, kv = offset.following
-                    fixed_base = self._memory.fixed_bases.get((tenant, template_id, span.ordinal))
-                    following = kv - fixed_base.kv if fixed_base is not None else None
-                try:
-                    self._memory.add_anchor(offset.slot, offset.sample, offset.base_key, offset.offset, following, offset.start)
-                except KVCacheError:
-                    self.refused.append("host tier full")
+                self._add_anchor(offset)
+                self._memory.keep_predictor(offset.slot)
 
-    def _kept(self, put: Callable[[str, Tensor], None], key: str, kv: Tensor) -> bool:
+    def _add_anchor(self, offset: _Offset) -> None:
+        stem = f"{offset.slot.pool.key}:offset:{offset.sample}:{offset.slot.name}:{self._turn.turn_id}"
+        following = fixed = None
+        if offset.following is not None:
+            span, kv = offset.following
+            fixed = self._memory.fixed_bases.get(self._place(span))
+            following = kv - fixed.kv if fixed is not None else None
+        kept = Offsets(
+            base=offset.base_key,
+            placeholder=f"{stem}:placeholder",
+            following=f"{stem}:following" if fixed is not None else None,
+            fixed=fixed.key if fixed is not None else None,
+            start=offset.start,
+            length=offset.offset.shape[2],
+        )
         try:
-            put(key, kv)
+            self._memory.add_anchor(offset.slot, offset.sample, offset.offset, following, kept)
+        except KVCacheError:
+            self.refused.append("host tier full")
+
+    def _kept(self, key: str, kv: Tensor) -> bool:
+        try:
+            self._memory.keep(key, kv)
         except KVCacheError:
             self.refused.append("host tier full")
             return False
