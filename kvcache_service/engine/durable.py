@@ -302,13 +302,13 @@ def _as_os_error() -> Iterator[None]:
 
 def _open(path: Path, node: str) -> sqlite3.Connection:
     """The index; a new one, for a new node, where there is none that can be used."""
-    with contextlib.suppress(sqlite3.DatabaseError):
-        index = _connect(path)
-        version, sound = index.execute("PRAGMA user_version").fetchone(), index.execute("PRAGMA quick_check").fetchall()
-        if version == (_LAYOUT,) and sound == [("ok",)]:
-            return index
-        index.close()
     if path.exists():
+        with contextlib.suppress(sqlite3.DatabaseError):
+            index = _connect(path)
+            version, sound = index.execute("PRAGMA user_version").fetchone(), index.execute("PRAGMA quick_check").fetchall()
+            if version == (_LAYOUT,) and sound == [("ok",)]:
+                return index
+            index.close()
         log.warning("%s is damaged or of another version; what it knew is lost", path)
     for suffix in ("", "-wal", "-shm"):
         path.with_name(path.name + suffix).unlink(missing_ok=True)

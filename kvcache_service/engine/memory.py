@@ -99,13 +99,15 @@ class Memory:
         self._durable.offer(key, kv)
 
     def promote(self, keys: Iterable[str]) -> None:
-        """Bring blobs that only the disk still has back into the host tier. Reads files: call it without a lock."""
+        """Bring blobs that only the disk still has back into the host tier, and mark all of them as used: what is brought
+        back must not push out what the same turn needs. Reads files: call it without a lock."""
         for key in keys:
-            if not self.tier.has(key) and (kv := self._durable.get(key)) is not None:
+            if self.tier.get(key) is None and (kv := self._durable.get(key)) is not None:
                 try:
                     self.tier.put(key, kv)
                 except KVCacheError:  # all of the tier is leased
                     return
+                self.tier.get(key)
 
     def bases(self, group: Group, sample: str) -> list[Base]:
         """Bases of a sample whose tensors are still in host memory or on disk, oldest first, whatever placeholder they came

@@ -124,7 +124,7 @@ def test_kv_of_other_tokens_is_refused(agent: Agent, service: ServiceProcess) ->
 def written(service: ServiceProcess) -> None:
     """Wait until the disk has what it was given."""
     deadline = time.monotonic() + 30
-    while service.metrics()["kvcache_disk_pending_bytes"]:
+    while service.metrics()["kvcache_disk_pending_writes"]:
         assert time.monotonic() < deadline, "nothing is written"
 
 

@@ -166,7 +166,7 @@ def test_damaged_state_is_not_there(reopen: Callable[[], Durable], tmp_path: Pat
 
 def test_of_states_that_wait_only_the_newest_is_written(tmp_path: Path) -> None:
     disk, hold, written = DiskTier(tmp_path, BUDGET), threading.Event(), []
-    disk.then(lambda: None if hold.wait(10) else None)
+    disk.then(lambda: hold.wait(10) and None)
     durable = Durable(disk)
     mean = RunningMean()
     for seed in range(5):
