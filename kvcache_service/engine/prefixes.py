@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 
 import torch
@@ -24,7 +23,6 @@ class Prefixes:
     def __init__(self, memory: Memory, lock: threading.RLock) -> None:
         self._memory = memory
         self._lock = lock
-        self._digests: dict[str, bytes] = {}
 
     def check(self, geometry: Geometry, tokens: int, shape: tuple[int, ...], longest: int) -> None:
         """Refuse a Put before its bytes are taken in. longest: tokens. Raises INVALID or QUOTA."""
@@ -49,14 +47,15 @@ class Prefixes:
         if kv.dtype != geometry.dtype:
             raise invalid("dtype", f"{kv.dtype}", f"send {geometry.dtype}")
         refuse_non_finite(kv)
-        digest = hashlib.blake2b(kv.contiguous().view(torch.uint8).numpy().data, digest_size=16).digest()
         tier = self._memory.tier
         (canonical,) = assembly.take_out(tier, kv, 0, [(0, len(token_ids))], geometry)
         key = self._memory.exact_key(Group(tenant, geometry.model_id), tokens_key(token_ids), 0)
+        self._memory.promote([key])
         with self._lock:
             zero = self._memory.layer_zero(tenant, geometry)
-            if tier.has(key):
-                if self._digests.get(key) == digest:
+            stored = tier.get(key)
+            if stored is not None:
+                if torch.equal(stored, canonical):
                     if pin is not None:
                         tier.pin(key, pin)
                     return key, True
@@ -64,7 +63,6 @@ class Prefixes:
             if zero.error(token_ids, canonical) > LAYER_ZERO_TOLERANCE:
                 raise invalid("data", "layer 0 belongs to other tokens", "send the KV of exactly these tokens from position 0 on")
             self._memory.keep(key, canonical, pin or Pin.NONE)
-            self._digests = {k: d for k, d in self._digests.items() if tier.has(k)} | {key: digest}
             zero.learn(token_ids, canonical)
         return key, False
 
