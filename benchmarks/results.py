@@ -274,6 +274,23 @@ def data_path(rows: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
+def side_by_side(rows: Sequence[Mapping[str, Any]]) -> str:
+    systems = list(dict.fromkeys(row["system"] for row in rows))
+    found = {(row["bytes"], row["clients"], row["act"], row["system"]): row for row in rows}
+    cells = []
+    for size, clients, act in dict.fromkeys((row["bytes"], row["clients"], row["act"]) for row in rows):
+        here = (found[size, clients, act, name] for name in systems)
+        times = (f"{1e3 * r['seconds_p50']:.2f} [{1e3 * r['seconds_p25']:.2f}, {1e3 * r['seconds_p75']:.2f}]" for r in here)
+        cells.append((f"{act} {size >> 10} KiB, {clients} client{'s' * (clients > 1)}", *times))
+    return (
+        "\n## Beside other stores\n\n"
+        "Made by `benchmarks/side_by_side.py` on two CPU cores, nothing else running: milliseconds, median and quartiles, one system "
+        "after the other. LMCache 0.5.6 by its gRPC server, Mooncake Store by TCP with registered buffers, Valkey by SET and GET. "
+        "A store of ours counts from OpenTurn to the settled turn, a retrieve turns the keys to their position; the others hand "
+        "back the bytes that they were given.\n\n" + table(["case", *systems], cells)
+    )
+
+
 def main() -> None:
     text = "# Results\n\nEvery number here comes out of a script; times are ratios within one run.\n\n"
     for number, name in enumerate(("spans", "teams", "judge")):
@@ -285,6 +302,7 @@ def main() -> None:
     text += paper(tables)
     text += data_path(json.loads((OUT / "bench.json").read_text())["rows"])
     shutil.copy(OUT / "bench.png", DOCS / "bench.png")
+    text += side_by_side(json.loads((OUT / "side_by_side.json").read_text())["rows"])
     (DOCS / "results.md").write_text(text.rstrip() + "\n")
 
 

@@ -42,11 +42,10 @@ SHAPES = {
     8 * scene.MIB: scene.Shape(16, 4, 128),
     64 * scene.MIB: scene.Shape(32, 16, 128),
 }
-HOST_BYTES = 4 << 30  # of each system
 
 
 def ours(transport: str, rounds: int, step: Callable[[str], None]) -> timing.Times:
-    with ServiceProcess(host_bytes=str(HOST_BYTES), host_touch="true") as service:
+    with ServiceProcess(**scene.SETTLED) as service:
         prompts = scene.Prompts()
         return timing.measure(
             lambda size: Worker(service.target, transport, prompts, size, SHAPES[size]), rounds, list(SHAPES), step

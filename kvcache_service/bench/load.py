@@ -16,7 +16,7 @@ from kvcache_service.evaluation.service import ServiceProcess
 CLIENTS = 64
 MAX_GROWTH = 256 * scene.MIB  # of memory beside the tier in the second half: heaps breathe, leaks go on
 SIZE = 4 * scene.MIB
-SETTINGS = {"host_bytes": str(1 << 30)}  # less than what comes in, so that old prompts go
+SETTINGS = scene.SETTLED | {"host_bytes": str(1 << 30)}  # less than what comes in, so that old prompts go
 
 
 def run(track: Track[int], rounds: int) -> Iterator[Row]:

@@ -20,7 +20,7 @@ SIZES = scene.SIZES[-2:]  # a chunk of 64 tokens is the least that is kept
 
 
 def run(track: Track[int], rounds: int, sizes: tuple[int, ...] = SIZES, clients: tuple[int, ...] = (1, 8)) -> Iterator[Row]:
-    with ServiceProcess() as service, floors.PlainStream() as plain, floors.EmptyCall(service.target) as empty:
+    with ServiceProcess(**scene.SETTLED) as service, floors.PlainStream() as plain, floors.EmptyCall(service.target) as empty:
         prompts = scene.Prompts()
         for size in sizes:
             copied = floors.both(floors.copy(size), empty)

@@ -12,7 +12,7 @@ from kvcache_service.evaluation.service import ServiceProcess
 
 
 def run(track: Track[int], rounds: int, sizes: tuple[int, ...] = scene.SIZES) -> Iterator[Row]:
-    with ServiceProcess() as service, floors.PlainStream() as plain, floors.EmptyCall(service.target) as empty:
+    with ServiceProcess(**scene.SETTLED) as service, floors.PlainStream() as plain, floors.EmptyCall(service.target) as empty:
         for size in sizes:
             for transport, beneath, floor in (
                 ("shared_memory", floors.both(floors.copy(size), empty), "one copy and an empty call"),
