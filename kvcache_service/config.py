@@ -24,7 +24,7 @@ class Config(BaseSettings):
     host_bytes: int | None = Field(None, gt=0, description="host tier budget; none: half of the memory that is free at start")
     host_touch: bool = Field(False, description="take the host tier's pages from the system at start: no page faults later")
     host_idle_seconds: float | None = Field(None, gt=0, description="KV in the host tier unused for so long goes; none: never")
-    disk_dir: Path | None = Field(None, description="where exact KV outlives the process; none: nowhere")
+    disk_dir: Path | None = Field(None, description="where KV and what was learned outlive the process; none: nowhere")
     disk_bytes: int = Field(16 << 30, gt=0, description="disk tier budget")
     shared_memory_dir: Path = Field(Path("/dev/shm"), description="where session buffers lie")
     session_bytes: int = Field(2 << 30, gt=0, description="buffer bytes that one session may hold")
