@@ -286,8 +286,8 @@ def side_by_side(rows: Sequence[Mapping[str, Any]]) -> str:
         "\n## Beside other stores\n\n"
         "Made by `benchmarks/side_by_side.py` on two CPU cores, nothing else running: milliseconds, median and quartiles, one "
         "system after the other. LMCache 0.5.6 by its gRPC server, Mooncake Store by TCP with registered buffers, Valkey by SET "
-        "and GET. A store of ours counts from OpenTurn to the settled turn, a retrieve turns the keys to their position; the others hand "
-        "back the bytes that they were given.\n\n" + table(["case", *systems], cells)
+        "and GET. A store of ours counts from OpenTurn to the settled turn, a retrieve turns the keys to their position; the "
+        "others hand back the bytes that they were given.\n\n" + table(["case", *systems], cells)
     )
 
 
