@@ -1,7 +1,8 @@
 """Host tier: immutable KV tensors in one arena, by segmented LRU, pinned while leased.
 
 What has been used since it was stored is protected: tensors that nobody asks for again pass by it. Eviction takes the least
-recently used that was never used, then the least recently used of the protected ones, then soft pins; hard pins stay.
+recently used that was never used, as long as those hold their share or more; then the least recently used of the protected ones;
+then soft pins. Hard pins stay.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from kvcache_service.errors import Code, KVCacheError
 from kvcache_service.tiers.arena import Arena
 
-PROTECTED = 0.8  # share of the budget; the rest is for what has still to prove its use
+PROTECTED = 0.8  # share of what is not pinned; the rest is for what has still to prove its use
 HARD = 0.5  # share of the budget that hard pins may take
 
 
@@ -48,7 +49,22 @@ class _Entry:
     used_at: float
 
 
-Segment = OrderedDict[str, _Entry]  # least recently used first
+class _Segment(OrderedDict[str, _Entry]):
+    """Least recently used first. bytes: of all its blobs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def add(self, key: str, entry: _Entry) -> None:
+        self[key] = entry
+        self.bytes += entry.blob.nbytes
+
+    def take(self, key: str) -> _Entry | None:
+        entry = self.pop(key, None)
+        if entry is not None:
+            self.bytes -= entry.blob.nbytes
+        return entry
 
 
 class HostTier:
@@ -66,11 +82,9 @@ class HostTier:
         self._idle_seconds = idle_seconds
         self._clock = clock
         self._lock = threading.Lock()
-        self._fresh: Segment = OrderedDict()  # not used since they were stored
-        self._protected: Segment = OrderedDict()
-        self._pinned: dict[Pin, Segment] = {Pin.SOFT: OrderedDict(), Pin.HARD: OrderedDict()}
-        self._segments: tuple[Segment, ...] = (self._fresh, self._protected, *self._pinned.values())
-        self._protected_bytes = 0
+        self._fresh, self._protected = _Segment(), _Segment()  # not used, and used, since they were stored
+        self._pinned = {Pin.SOFT: _Segment(), Pin.HARD: _Segment()}
+        self._segments = (self._fresh, self._protected, *self._pinned.values())
         self._leases: set[Lease] = set()
         self._held: Counter[int] = Counter()  # address of a leased blob -> leases
         self._leased_bytes = 0
@@ -95,7 +109,7 @@ class HostTier:
                 mine = self._empty(blob.shape, blob.dtype)
                 mine.copy_(blob)
             self._drop(key)
-            self._segment(pin)[key] = _Entry(mine, self._clock())
+            self._segment(pin).add(key, _Entry(mine, self._clock()))
 
     def get(self, key: str) -> Tensor | None:
         """The blob, marked as used; None is a miss."""
@@ -127,7 +141,7 @@ class HostTier:
             if pin is Pin.HARD:
                 self._refuse_hard(key, entry.blob.nbytes)
             self._drop(key)
-            self._segment(pin)[key] = entry
+            self._segment(pin).add(key, entry)
             return True
 
     def lease(self, keys: Iterable[str]) -> Lease:
@@ -188,7 +202,7 @@ class HostTier:
     @property
     def pinned_bytes(self) -> int:
         with self._lock:
-            return sum(entry.blob.nbytes for segment in self._pinned.values() for entry in segment.values())
+            return sum(segment.bytes for segment in self._pinned.values())
 
     @property
     def leases(self) -> int:
@@ -204,26 +218,21 @@ class HostTier:
             leased = {address: blob for lease in self._leases for address, blob in lease.blobs.items()}
             assert all(self._arena.owns(blob) for blob in (stored | leased).values())
             assert sum(blob.nbytes for blob in (stored | leased).values()) <= self._arena.used_bytes
-            assert self._protected_bytes == sum(entry.blob.nbytes for entry in self._protected.values())
+            assert all(segment.bytes == sum(entry.blob.nbytes for entry in segment.values()) for segment in self._segments)
             assert self._held == Counter(address for lease in self._leases for address in lease.blobs)
             assert self._leased_bytes == sum(blob.nbytes for blob in leased.values())
 
     def _find(self, key: str) -> _Entry | None:
         return next((segment[key] for segment in self._segments if key in segment), None)
 
-    def _segment(self, pin: Pin) -> Segment:
+    def _segment(self, pin: Pin) -> _Segment:
         return self._fresh if pin is Pin.NONE else self._pinned[pin]
 
     def _use(self, key: str) -> _Entry | None:
         """Its first use protects a blob; the least recently used of the protected ones makes room."""
-        entry = self._fresh.pop(key, None)
+        entry = self._fresh.take(key)
         if entry is not None:
-            self._protected[key] = entry
-            self._protected_bytes += entry.blob.nbytes
-            while self._protected_bytes > PROTECTED * self.budget and len(self._protected) > 1:
-                old, demoted = self._protected.popitem(last=False)
-                self._protected_bytes -= demoted.blob.nbytes
-                self._fresh[old] = demoted
+            self._protected.add(key, entry)
         for segment in self._segments[1:]:
             if key in segment:
                 segment.move_to_end(key)
@@ -234,9 +243,7 @@ class HostTier:
 
     def _drop(self, key: str) -> None:
         for segment in self._segments:
-            entry = segment.pop(key, None)
-            if entry is not None and segment is self._protected:
-                self._protected_bytes -= entry.blob.nbytes
+            segment.take(key)
 
     def _leased(self, entry: _Entry) -> bool:
         return entry.blob.data_ptr() in self._held
@@ -256,7 +263,10 @@ class HostTier:
         return block.view(dtype).view(*shape)
 
     def _victim(self) -> str | None:
-        segments = (self._fresh, self._protected, self._pinned[Pin.SOFT])
+        ordered = [self._fresh, self._protected]
+        if self._fresh.bytes < (1 - PROTECTED) * (self._fresh.bytes + self._protected.bytes):
+            ordered.reverse()
+        segments = (*ordered, self._pinned[Pin.SOFT])
         return next((key for segment in segments for key, entry in segment.items() if not self._leased(entry)), None)
 
     def _refuse_hopeless(self, size: int) -> None:

@@ -68,6 +68,20 @@ def test_the_first_use_may_come_late_while_little_is_protected() -> None:
     assert all(tier.get(f"new {number}") is not None for number in range(10))
 
 
+def test_what_was_just_stored_waits_for_its_first_use_while_others_receive() -> None:
+    """Memory that is being received is taken from old and new alike: eight clients that store at once find what they stored."""
+    tier = tier_of(100)
+    for name in "abcdefgh":
+        tier.put(name, blob(10))
+        assert tier.get(name) is not None
+    receiving = [tier.empty((10 * UNIT,), torch.uint8) for _ in range(3)]
+    tier.put("x", blob(10))
+    receiving.append(tier.empty((10 * UNIT,), torch.uint8))
+    assert tier.get("x") is not None
+    assert there(tier, "abcdefgh") == "defgh"
+    assert len(receiving) == 4
+
+
 def test_use_that_has_ended_makes_room_at_last() -> None:
     """Nothing stays for ever on old merits: new tensors that are used push out those that no longer are."""
     tier = tier_of(100)
