@@ -139,8 +139,16 @@ class Turn:
         ttft_seconds: float = 0.0,
         first_forward_seconds: float = 0.0,
         distance: pb.Distance | None = None,
+        observed: tuple[int, int] | None = None,
     ) -> pb.SettleTurnReply:
-        """Verdict and measurements; the service commits once, however often this is repeated."""
+        """Verdict and measurements; the service commits once, however often this is repeated.
+
+        observed: as observe(*observed) just before, without a call of its own where memory is shared.
+        """
+        start, tokens = observed or (0, 0)
+        if tokens and self._private is not None:
+            self.observe(start, tokens)
+            start = tokens = 0
         request = pb.SettleTurnRequest(
             turn_id=self.plan.turn_id,
             verdict=verdict,
@@ -153,6 +161,8 @@ class Turn:
                 ttft_seconds=ttft_seconds, first_forward_seconds=first_forward_seconds, fetch_seconds=self.fetch_seconds
             ),
             distance=distance,
+            observe_start=start,
+            observe_tokens=tokens,
         )
         reply = self._call(lambda: self._stub.SettleTurn(request, timeout=self._timeout))
         self._close()

@@ -63,8 +63,7 @@ class Worker:
         np.copyto(np.frombuffer(turn.buffer, np.uint8), self._kv)
 
         def hand_over() -> None:
-            turn.observe(0, self._tokens)
-            turn.settle(pb.VERDICT_ACCEPTED, finish_reason=pb.FINISH_REASON_LENGTH)
+            turn.settle(pb.VERDICT_ACCEPTED, finish_reason=pb.FINISH_REASON_LENGTH, observed=(0, self._tokens))
 
         return opened + seconds(hand_over)
 

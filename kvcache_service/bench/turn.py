@@ -13,14 +13,13 @@ from kvcache_proto.v1 import kvcache_pb2 as pb
 from kvcache_service.bench import floors, scene
 from kvcache_service.bench.rows import Row, Track, compare, row, seconds
 from kvcache_service.evaluation import model
-from kvcache_service.evaluation.policies import UNGATED
 from kvcache_service.evaluation.run import MEASURING, OPEN_GATES
 from kvcache_service.evaluation.service import ServiceProcess
 
 PLACEHOLDERS, CONSUMERS, TURNS, SAMPLE_TOKENS = 12, 4, 21, 8  # 48 pools with 21 samples each
 SMALL = scene.Shape(layers=4, heads=1, dim=16)
 LENGTHS = (512, 1024, 2048)
-LEARNED = 3  # turns before the clock starts; noise has nothing to learn, so gates stay open
+LEARNED = 6  # turns before the clock starts; gates are open
 SETTINGS = MEASURING | OPEN_GATES | {"min_samples": "2"}
 
 
@@ -76,19 +75,24 @@ def first_token(track: Track[int], rounds: int) -> Iterator[Row]:
             second = shared.agent("You are the second one to read it.\n{text}\nNow say what it means:")
 
             cached, forwards, dense = [], [], []
+            refused = 0
             for number in track(range(rounds + LEARNED), rounds + LEARNED, f"turn: first token, {length} tokens"):
                 samples = {"text": [draw.randrange(1000, 20000) for _ in range(length)]}
                 first.run(samples, max_new_tokens=1)
                 if number < LEARNED:
                     second.run(samples, max_new_tokens=1, policy="off")
                     continue
-                call = second.begin(samples, max_new_tokens=1, trial=UNGATED.options)
+                call = second.begin(samples, max_new_tokens=1)
                 call.prefill()
-                if call.answer.outcome == "dense":
-                    raise RuntimeError(f"the turn was dense: {call.answer.reason}")
+                if call.answer.outcome == "dense":  # probes may refuse noise, which has nothing to learn
+                    refused += 1
+                    call.abort()
+                    continue
                 cached.append(call.ttft)
                 forwards.append(call.answer.first_forward)
                 call.abort()
                 dense.append(second.run(samples, max_new_tokens=1, cache=False).ttft)
+            if refused > rounds // 2:
+                raise RuntimeError(f"{refused} of {rounds} turns were dense")
             yield row("turn", f"first token, {length} tokens reused", "forward of the recomputed tokens", cached, forwards)
             yield row("turn", f"dense prefill of {length} tokens", "the reuse turn", dense, cached)

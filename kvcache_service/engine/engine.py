@@ -320,6 +320,11 @@ class Engine:
         received: [layers, 2, tokens, kv_heads, head_dim] from a stream; None: the KV lies in the shared buffer, at its own
         columns. Nothing outside the turn changes.
         """
+        with turn.lock:
+            self._require(turn, Phase.PLANNED, Phase.ASSEMBLED)
+            return self._stage(turn, start, tokens, received)
+
+    def _stage(self, turn: Turn, start: int, tokens: int, received: Tensor | None) -> int:
         end = start + tokens
         prompt = turn.plan.prompt_tokens
         if turn.plan.policy is Policy.EXACT:
@@ -327,20 +332,19 @@ class Engine:
         else:
             wanted = [(s.span.start, s.span.end) for s in turn.plan.pure() if start <= s.span.start and s.span.end <= end]
             wanted += [(prompt, end)] if end > prompt else []
-        with turn.lock:
-            self._require(turn, Phase.PLANNED, Phase.ASSEMBLED)
-            kv = turn.tensor[:, :, start:end] if received is None else received
-            ranges = [(a, b) for a, b in wanted if a < b]
-            staged = assembly.take_out(self._tier, kv, start, ranges, turn.geometry)
-            for copied in staged:
-                refuse_non_finite(copied)
-            turn.staged.update(zip((a for a, _ in ranges), staged, strict=True))
-            turn.observed = max(turn.observed, end)
-            return sum(copied.nbytes for copied in staged)
+        kv = turn.tensor[:, :, start:end] if received is None else received
+        ranges = [(a, b) for a, b in wanted if a < b]
+        staged = assembly.take_out(self._tier, kv, start, ranges, turn.geometry)
+        for copied in staged:
+            refuse_non_finite(copied)
+        turn.staged.update(zip((a for a, _ in ranges), staged, strict=True))
+        turn.observed = max(turn.observed, end)
+        return sum(copied.nbytes for copied in staged)
 
-    def settle(self, tenant: str, turn_id: str, settlement: Settlement) -> Settled:
+    def settle(self, tenant: str, turn_id: str, settlement: Settlement, observed: tuple[int, int] | None = None) -> Settled:
         """Verify and update, or fall back: one commit for all pools of the turn; then everything is given back.
 
+        observed: first position and number of tokens that lie in the shared buffer and are to be observed first.
         The same settlement again returns the first result; another one for a settled turn is a STATE error.
         """
         with self._lock:
@@ -352,6 +356,10 @@ class Engine:
         with turn.lock:
             if turn.result is not None and turn.verdict is not None:
                 return self._repeat((tenant, turn.verdict, turn.result), settlement)
+            if observed is not None:
+                if not turn.buffer.path:
+                    raise invalid("observe_tokens", "the turn shares no memory", "send the KV by Observe before")
+                self._stage(self.check_observation(tenant, turn_id, *observed, turn.geometry.dtype), *observed, None)
             self._require(turn, Phase.PLANNED, Phase.ASSEMBLED)
             update = Update(turn, settlement, self._memory, self.settings.plan.max_taint)
             update.validate()

@@ -33,7 +33,7 @@ class LayerZero:
     """
 
     def __init__(self, geometry: Geometry) -> None:
-        self._table = torch.empty(_LAYER_ZERO_ROWS, 2, geometry.kv_heads, geometry.head_dim)
+        self._table = torch.empty(_LAYER_ZERO_ROWS, 2, geometry.kv_heads, geometry.head_dim, dtype=geometry.dtype)
         self._rows: dict[int, int] = {}
 
     def error(self, token_ids: Sequence[int], kv: Tensor) -> float:
@@ -42,7 +42,7 @@ class LayerZero:
         if not known:
             return 0.0
         rows, places = (list(side) for side in zip(*known, strict=True))
-        expected = self._table[rows].flatten(1)
+        expected = self._table[rows].flatten(1).float()
         found = kv[0][:, places].transpose(0, 1).flatten(1).float()
         return float(((found - expected).norm(dim=1) / expected.norm(dim=1).clamp_min(1e-6)).max())
 
@@ -50,7 +50,7 @@ class LayerZero:
         places = {token: i for i, token in enumerate(token_ids) if token not in self._rows}
         new = dict(islice(places.items(), _LAYER_ZERO_ROWS - len(self._rows)))
         first = len(self._rows)
-        self._table[first : first + len(new)] = kv[0][:, list(new.values())].transpose(0, 1).float()
+        self._table[first : first + len(new)] = kv[0][:, list(new.values())].transpose(0, 1)
         self._rows |= {token: first + row for row, token in enumerate(new)}
 
 

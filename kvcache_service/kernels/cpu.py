@@ -166,12 +166,12 @@ def finite(kv: Tensor) -> bool:
 def prepare(dtype: torch.dtype, rope: Rope, head_dim: int) -> None:
     """Compile the loops for a model's dtype, so that no turn waits for it."""
     base, weight = torch.zeros(2, 2, 1, 1, head_dim, dtype=dtype), torch.zeros(2, 2, 1, head_dim, head_dim).half()
-    out, bias = torch.empty_like(base), torch.zeros(2, 2, 1, head_dim)
+    out, bias = torch.empty_like(base), torch.zeros(2, 2, 1, head_dim).half()
     rotation = Rotation.by(rope, 1, 1)
     kinds = [
         plain(out, base, rotation),
         blended(out, base, (), (), rotation),
-        mapped(out, base, weight, bias, torch.zeros(2, 2, 1, 1, head_dim), rotation),
+        mapped(out, base, weight, bias, torch.zeros(2, 2, 1, 1, head_dim).half(), rotation),
     ]
     write(kinds, range(len(base)), 0)
     finite(base)

@@ -235,7 +235,8 @@ class TurnsServicer(_Base):
 
     async def SettleTurn(self, request: pb.SettleTurnRequest, context: Context) -> pb.SettleTurnReply:
         async with self._translated(context):
-            settle = partial(self._engine.settle, TENANT, request.turn_id, convert.settlement(request))
+            observed = (request.observe_start, request.observe_tokens) if request.observe_tokens else None
+            settle = partial(self._engine.settle, TENANT, request.turn_id, convert.settlement(request), observed)
             settled = await asyncio.get_running_loop().run_in_executor(self._settling, settle)
             return pb.SettleTurnReply(
                 repeated=settled.repeated,

@@ -273,6 +273,7 @@ SETTLES = [
     ({"verdict": pb.VERDICT_AUDITED, "distance": pb.Distance(kl=0.1, top1=1.0, tokens=8)}, "verdict"),
     ({"output_token_ids": [VOCABULARY]}, "output_token_ids"),
     ({"output_token_ids": [1], "output_kv_tokens": 1}, "output_kv_tokens"),
+    ({"observe_start": 0, "observe_tokens": 7}, "observe_tokens"),
 ]
 
 

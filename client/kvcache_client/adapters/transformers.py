@@ -360,8 +360,6 @@ class Call:
         # T - 1 rule: the last token of an answer cut by the length limit was never run and has no KV.
         kv_tokens = len(self._tokens) if self._stopped else max(0, len(self._tokens) - 1)
         first = self._first_pure(turn)
-        if not self._rejected and self._n + kv_tokens > first:
-            turn.observe(first, self._n + kv_tokens - first)
         turn.settle(
             pb.VERDICT_REJECTED if self._rejected else pb.VERDICT_ACCEPTED,
             reason=self._reason,
@@ -371,6 +369,7 @@ class Call:
             probes=self._probes,
             ttft_seconds=self.ttft,
             first_forward_seconds=self.first_forward,
+            observed=None if self._rejected else (first, self._n + kv_tokens - first),
         )
 
     def _first_pure(self, turn: Turn) -> int:

@@ -546,7 +546,7 @@ class ProbeResidual(_message.Message):
     def __init__(self, segment: _Optional[int] = ..., corrected: _Optional[float] = ..., repositioned: _Optional[float] = ...) -> None: ...
 
 class SettleTurnRequest(_message.Message):
-    __slots__ = ("turn_id", "verdict", "reason", "finish_reason", "output_token_ids", "output_kv_tokens", "probes", "timing", "distance")
+    __slots__ = ("turn_id", "verdict", "reason", "finish_reason", "output_token_ids", "output_kv_tokens", "probes", "timing", "distance", "observe_start", "observe_tokens")
     TURN_ID_FIELD_NUMBER: _ClassVar[int]
     VERDICT_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -556,6 +556,8 @@ class SettleTurnRequest(_message.Message):
     PROBES_FIELD_NUMBER: _ClassVar[int]
     TIMING_FIELD_NUMBER: _ClassVar[int]
     DISTANCE_FIELD_NUMBER: _ClassVar[int]
+    OBSERVE_START_FIELD_NUMBER: _ClassVar[int]
+    OBSERVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     turn_id: str
     verdict: Verdict
     reason: Reason
@@ -565,7 +567,9 @@ class SettleTurnRequest(_message.Message):
     probes: _containers.RepeatedCompositeFieldContainer[ProbeResidual]
     timing: Timing
     distance: Distance
-    def __init__(self, turn_id: _Optional[str] = ..., verdict: _Optional[_Union[Verdict, str]] = ..., reason: _Optional[_Union[Reason, str]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., output_kv_tokens: _Optional[int] = ..., probes: _Optional[_Iterable[_Union[ProbeResidual, _Mapping]]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., distance: _Optional[_Union[Distance, _Mapping]] = ...) -> None: ...
+    observe_start: int
+    observe_tokens: int
+    def __init__(self, turn_id: _Optional[str] = ..., verdict: _Optional[_Union[Verdict, str]] = ..., reason: _Optional[_Union[Reason, str]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., output_kv_tokens: _Optional[int] = ..., probes: _Optional[_Iterable[_Union[ProbeResidual, _Mapping]]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., distance: _Optional[_Union[Distance, _Mapping]] = ..., observe_start: _Optional[int] = ..., observe_tokens: _Optional[int] = ...) -> None: ...
 
 class Distance(_message.Message):
     __slots__ = ("kl", "top1", "tokens")
