@@ -176,7 +176,7 @@ class Planner:
 
     def _correct_or_move(self, span: Span, base: Base, kv: KV, best: LinearMap) -> SegmentPlan:
         """Correct what resembles the learned samples; a novel one is moved only, where calibration found that good enough."""
-        novelty, calibration = best.novelty(codec.layer(kv, best.middle)), self._gate.calibration
+        novelty, calibration = best.novelty(_middle(kv, best)), self._gate.calibration
         plan = SegmentPlan(
             span,
             Action.REUSE,
@@ -217,7 +217,7 @@ class Planner:
         count = min(self._settings.boundary, covered - span.start)
         chosen = list(range(count if span.placeholder else min(count, 1)))
         if isinstance(source, Mapped):
-            chosen = sorted(source.map.change(codec.layer(source.base, source.map.middle)).topk(count).indices.tolist())
+            chosen = sorted(source.map.change(_middle(source.base, source.map)).topk(count).indices.tolist())
         probe = tuple(span.start + place for place in chosen)
         tail = range(max(span.start, span.end - self._settings.trailing) if last else covered, span.end)
         fresh = tuple(sorted({*probe, *tail, *range(covered, span.end)}))
@@ -301,7 +301,7 @@ class Planner:
             return _dense(span, Reason.MISS), None
         weights: tuple[float, ...] = (1.0,)
         if not same:
-            mine = codec.decoded(own)
+            mine = cpu.decoded(own)
             match = matching.match(matching.distances(mine, others), mine.numel(), options.gamma or self._settings.gamma)
             if not match.decisive:
                 return _dense(span, Reason.ENTROPY), None
@@ -330,14 +330,14 @@ class Planner:
 
     def _bases_of(self, held: Sequence[_Held]) -> list[Tensor]:
         """Bases that are still there, to measure distances."""
-        return [codec.decoded(kv) for h in held if (kv := self._kv(h.offsets.base)) is not None]
+        return [cpu.decoded(kv) for h in held if (kv := self._kv(h.offsets.base)) is not None]
 
     def _placed(self, base: KV, shift: int) -> KV:
         """Without rotation, keys keep the positions of their origin: `shift` away from where they are written."""
         return base if self._blending.rotation else self._shifted(base, shift)
 
     def _shifted(self, kv: KV, shift: int) -> KV:
-        return cpu.shift(codec.decoded(kv), shift, self._geometry.rope) if shift else kv
+        return cpu.shift(cpu.decoded(kv), shift, self._geometry.rope) if shift else kv
 
     def _blended(
         self, span: Span, base: KV, keys: Sequence[str], weights: Sequence[float], shifts: Sequence[int], taint: int
@@ -354,7 +354,7 @@ class Planner:
         others = self._bases_of(held)
         if len(others) < 2:
             return 1.0
-        mine = codec.decoded(own)
+        mine = cpu.decoded(own)
         return matching.match(matching.distances(mine, others), mine.numel()).entropy / math.log(len(others))
 
 
@@ -366,6 +366,10 @@ class _Held:
 
 # Reasons for which a guarded turn is dense as a whole.
 _BLOCKERS = (Reason.WARMING, Reason.QUALITY, Reason.NOVELTY)
+
+
+def _middle(kv: KV, map: LinearMap) -> Tensor:
+    return cpu.decoded(codec.layer(kv, map.middle))[0]
 
 
 def _decide(

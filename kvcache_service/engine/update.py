@@ -15,7 +15,8 @@ from kvcache_service.engine.plan import Reason, SegmentPlan
 from kvcache_service.engine.records import Base, FixedBase, Offsets, Place, Slot
 from kvcache_service.engine.sessions import Settlement, Turn, Verdict
 from kvcache_service.errors import KVCacheError, invalid
-from kvcache_service.kernels.codec import Coded, decoded
+from kvcache_service.kernels import cpu
+from kvcache_service.kernels.codec import Coded
 from kvcache_service.prompt import CHUNK, Policy, Span, check_tokens, chunked, context_keys, tokens_key
 
 
@@ -149,7 +150,7 @@ class Update:
         if stored is None or base.taint > self._max_taint:
             self.refused.append("taint" if stored is not None else "evicted")
             return
-        tensor = decoded(stored)  # what assembly will add the offset to
+        tensor = cpu.decoded(stored)  # what assembly will add the offset to
         offset = kv[:, :, : base.covered] - tensor
         slot = self._slot(span, base)
         tolerance = LAYER_ZERO_CODED if isinstance(stored, Coded) else LAYER_ZERO_TOLERANCE

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvcache_service.geometry import Pairing, Rope
 from kvcache_service.kernels import loops, reference
-from kvcache_service.kernels.codec import KV, Codec, Coded, decoded, encode, parts
+from kvcache_service.kernels.codec import KV, Codec, Coded, encode, parts
 
 # Writes these layers of one segment.
 LayerWrite = Callable[[range], None]
@@ -159,6 +159,15 @@ def shift(kv: Tensor, positions: int, rope: Rope) -> Tensor:
     """A copy whose keys are turned by `positions`, to compare with policies that lack the canonical frame."""
     out = torch.empty_like(kv, memory_format=torch.contiguous_format)
     write([plain(out, kv, Rotation.by(rope, positions, kv.shape[2]))], range(len(kv)), kv.nbytes)
+    return out
+
+
+def decoded(kv: KV) -> Tensor:
+    """The KV in the dtype that it had: itself where it is not coded."""
+    if not isinstance(kv, Coded):
+        return kv
+    out, unturned = torch.empty(kv.shape, dtype=kv.dtype), np.empty((kv.shape[2], 0), np.float32)
+    write([plain(out, kv, Rotation(unturned, unturned, False))], range(len(out)), out.nbytes)
     return out
 
 
