@@ -27,6 +27,7 @@ from kvcache_service.engine.plan import Reason
 from kvcache_service.engine.planning import PlanSettings
 from kvcache_service.engine.trust import TrustSettings
 from kvcache_service.errors import Code
+from kvcache_service.kernels.codec import Codec
 from kvcache_service.prompt import Policy
 from kvcache_service.quality import Target
 from kvcache_service.rpc.server import Server
@@ -79,6 +80,7 @@ def build_engine(config: Config, url: str, telemetry: Telemetry) -> Engine:
         max_prompt_tokens=config.max_prompt_tokens,
         lease_seconds=config.lease_seconds,
         max_cost_ratio=config.max_cost_ratio,
+        coding=None if config.host_codec == "none" else Codec[config.host_codec.upper()],
         trust=trust,
     )
     durable = Durable(DiskTier(config.disk_dir, config.disk_bytes) if config.disk_dir is not None else None)

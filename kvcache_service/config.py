@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -24,6 +25,9 @@ class Config(BaseSettings):
     host_bytes: int | None = Field(None, gt=0, description="host tier budget; none: half of the memory that is free at start")
     host_touch: bool = Field(False, description="take the host tier's pages from the system at start: no page faults later")
     host_idle_seconds: float | None = Field(None, gt=0, description="KV in the host tier unused for so long goes; none: never")
+    host_codec: Literal["none", "int8", "fp8"] = Field(
+        "none", description="one byte per number for stored KV that promises nothing exact: bases of answers, offsets of anchors"
+    )
     disk_dir: Path | None = Field(None, description="where KV and what was learned outlive the process; none: nowhere")
     disk_bytes: int = Field(16 << 30, gt=0, description="disk tier budget")
     shared_memory_dir: Path = Field(Path("/dev/shm"), description="where session buffers lie")

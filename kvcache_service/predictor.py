@@ -39,22 +39,27 @@ class LinearMap:
     def nbytes(self) -> int:
         return sum(getattr(self, name).nbytes for name in _MAP_TENSORS)
 
-    def novelty(self, base: Tensor) -> float:
+    def novelty(self, rows: Tensor) -> float:
         """How unlike the learned samples a sample is: the mean leverage xᵀ(XᵀX)⁻¹x of its tokens in the middle layer,
         relative to what new samples of this slot usually have. About 1 for more of the same; grows without bound.
 
-        base: canonical [layers, 2, tokens, kv_heads, head_dim].
+        rows: canonical KV of that layer, [2, tokens, kv_heads, head_dim].
         """
-        return _leverage(base, self.precision) / max(self.novelty_scale, 1e-12)
+        return _leverage(rows, self.precision) / max(self.novelty_scale, 1e-12)
 
-    def change(self, base: Tensor) -> Tensor:
+    @property
+    def middle(self) -> int:
+        """The layer by which samples are judged before they are corrected."""
+        return len(self.weight) // 2
+
+    def change(self, rows: Tensor) -> Tensor:
         """How much the map changes every token in the middle layer: ‖offset‖² / ‖base‖², K and V added, [tokens].
 
-        base: canonical [layers, 2, tokens, kv_heads, head_dim].
+        rows: canonical KV of that layer, [2, tokens, kv_heads, head_dim].
         """
-        middle = slice(len(base) // 2, len(base) // 2 + 1)
-        rows = base[middle].transpose(2, 3).float()
-        energy = [x.square().sum((0, 2, 4)) for x in (self.offset(rows, middle), rows)]  # [2, tokens] each
+        heads = rows[None].transpose(2, 3).float()
+        predicted = self.offset(heads, slice(self.middle, self.middle + 1))
+        energy = [x.square().sum((0, 2, 4)) for x in (predicted, heads)]  # [2, tokens] each
         return (energy[0] / energy[1].clamp_min(1e-12)).sum(0)
 
     def offset(self, rows: Tensor, layers: slice = slice(None)) -> Tensor:
@@ -188,7 +193,7 @@ class RidgeStatistics:
         plain = target[1:].square().sum((-3, -2, -1)).clamp_min(1e-12)
         self.error = _remember(self.error, float((miss / plain).mean()))
         # Leverage shrinks as 1/n: bring it to the size that the next sample will be compared at.
-        leverage = _leverage(base, earlier.precision) * earlier.samples / (earlier.samples + 1)
+        leverage = _leverage(base[earlier.middle], earlier.precision) * earlier.samples / (earlier.samples + 1)
         shrunk = self._novelty_scale * earlier.samples / (earlier.samples + 1)
         self._novelty_scale = leverage if not self._novelty_scale else _remember(shrunk, leverage)
 
@@ -214,9 +219,9 @@ def _factor(matrix: Tensor) -> Tensor:
     return factor
 
 
-def _leverage(base: Tensor, precision: Tensor) -> float:
-    """Mean over tokens, heads, K and V of xᵀ P x in the middle layer."""
-    rows = base[len(base) // 2].transpose(1, 2).float()  # [2, kv_heads, tokens, head_dim]
+def _leverage(rows: Tensor, precision: Tensor) -> float:
+    """Mean over tokens, heads, K and V of xᵀ P x. rows: one layer [2, tokens, kv_heads, head_dim]."""
+    rows = rows.transpose(1, 2).float()
     rows = torch.cat([rows, torch.ones(*rows.shape[:-1], 1)], -1)
     return float(((rows @ precision) * rows).sum(-1).mean())
 

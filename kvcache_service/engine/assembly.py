@@ -9,7 +9,8 @@ from torch import Tensor
 
 from kvcache_service.engine.plan import Blended, Mapped, Plan, Repositioned, SegmentPlan, Source
 from kvcache_service.geometry import Geometry
-from kvcache_service.kernels import cpu
+from kvcache_service.kernels import codec, cpu
+from kvcache_service.kernels.codec import KV
 from kvcache_service.tiers.host import HostTier
 
 # Buffer columns of a turn:
@@ -44,9 +45,9 @@ def assemble(out: Tensor, plan: Plan, geometry: Geometry, reserve: int, band_byt
         yield layers
 
 
-def _write_probe(columns: Tensor, segment: SegmentPlan, base: Tensor, geometry: Geometry) -> cpu.LayerWrite:
+def _write_probe(columns: Tensor, segment: SegmentPlan, base: KV, geometry: Geometry) -> cpu.LayerWrite:
     positions = torch.tensor(segment.probe)
-    rows = base[:, :, positions - segment.span.start]
+    rows = codec.at(base, positions - segment.span.start)
     return cpu.plain(columns, rows, cpu.Rotation.into_place(geometry.rope, positions))
 
 

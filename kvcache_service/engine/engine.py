@@ -28,6 +28,7 @@ from kvcache_service.engine.update import Update
 from kvcache_service.errors import Code, KVCacheError, invalid
 from kvcache_service.geometry import Geometry
 from kvcache_service.kernels import cpu
+from kvcache_service.kernels.codec import Codec
 from kvcache_service.prompt import Fixed, Policy, Span, Template, check_tokens, chunked, context_keys, lay_out, tokens_key
 from kvcache_service.quality import Calibration
 from kvcache_service.telemetry import SlotReport, Telemetry, TurnReport
@@ -47,6 +48,7 @@ class EngineSettings:
     max_prompt_tokens: int
     lease_seconds: float
     max_cost_ratio: float
+    coding: Codec | None  # of stored KV that promises nothing exact
     trust: TrustSettings
 
 
@@ -84,7 +86,7 @@ class Engine:
         self._learning = threading.Lock()
         self._restoring = threading.Lock()
         self._durable = durable
-        self._memory = Memory(tier, durable)
+        self._memory = Memory(tier, durable, settings.coding)
         self._prefixes = Prefixes(self._memory, self._lock)
         self._catalog = catalog(self._anchors_changed, durable.keep_epoch)
         self._catalog_up = True
@@ -131,7 +133,7 @@ class Engine:
     # Registration
 
     def register_model(self, geometry: Geometry) -> str:
-        cpu.prepare(geometry.dtype, geometry.rope, geometry.head_dim)
+        cpu.prepare(geometry.dtype, geometry.rope, geometry.head_dim, self.settings.coding)
         with self._lock:
             self._models[geometry.model_id] = geometry
             self._costs.setdefault(geometry.model_id, CostModel())
@@ -513,6 +515,7 @@ class Engine:
             except KVCacheError:
                 self._catalog_up = committed = False
                 self._telemetry.commit_failures.inc()
+        update.pack()
         with self._lock:
             update.keep_local()
         with self._learning:

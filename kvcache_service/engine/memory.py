@@ -18,11 +18,14 @@ from kvcache_service.engine.durable import Durable, KnownGroup, KnownTemplate
 from kvcache_service.engine.records import Base, FixedBase, Offsets, Place, Slot
 from kvcache_service.errors import KVCacheError
 from kvcache_service.geometry import Geometry
+from kvcache_service.kernels import codec
+from kvcache_service.kernels.codec import KV, Codec
 from kvcache_service.predictor import RidgeStatistics, RunningMean
 from kvcache_service.prompt import Template
 from kvcache_service.tiers.host import HostTier, Pin
 
 LAYER_ZERO_TOLERANCE = 0.02  # relative L2; agreeing tokens stay below rounding, a slip by one token gives about 1
+LAYER_ZERO_CODED = 0.1  # against coded KV, whose rounding alone is up to 0.03
 _LAYER_ZERO_ROWS = 8192
 
 
@@ -55,10 +58,11 @@ class LayerZero:
 
 
 class Memory:
-    """Everything that is learned about one service's models and templates."""
+    """Everything that is learned about one service's models and templates. coding: of KV that nobody promised to be exact."""
 
-    def __init__(self, tier: HostTier, durable: Durable) -> None:
+    def __init__(self, tier: HostTier, durable: Durable, coding: Codec | None) -> None:
         self.tier = tier
+        self._coding = coding
         self._durable = durable
         self.statistics: dict[Slot, RidgeStatistics] = {}
         self.fixed: dict[Place, RunningMean] = {}
@@ -97,6 +101,15 @@ class Memory:
         """Store a blob, on disk too, where there is one. Raises QUOTA."""
         self.tier.put(key, kv, pin)
         self._durable.offer(key, kv)
+
+    def coded(self, kv: Tensor) -> Tensor:
+        """A blob for KV that is approximated where it is used: bases and offsets. Takes time; needs no lock."""
+        return codec.encode(kv, self._coding) if self._coding is not None else kv
+
+    def kv(self, key: str, geometry: Geometry) -> KV | None:
+        """Stored KV as kernels read it, marked as used; None is a miss."""
+        blob = self.tier.get(key)
+        return codec.opened(blob, geometry) if blob is not None else None
 
     def promote(self, keys: Iterable[str]) -> None:
         """Bring blobs that only the disk still has back into the host tier, and mark all of them as used: what is brought
@@ -137,7 +150,7 @@ class Memory:
             self._durable.keep_fixed(place, base)
 
     def add_anchor(self, slot: Slot, sample: str, offset: Tensor, following: Tensor | None, offsets: Offsets) -> None:
-        """Keep full offsets, for the paper policy and for refits. Raises QUOTA."""
+        """Keep full offsets, blobs, for the paper policy and for refits. Raises QUOTA."""
         self.keep(offsets.placeholder, offset)
         if following is not None and offsets.following is not None:
             self.keep(offsets.following, following)

@@ -6,9 +6,8 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from kvcache_service.catalog.keys import PoolKey
+from kvcache_service.kernels.codec import KV
 from kvcache_service.predictor import LinearMap
 from kvcache_service.prompt import CHUNK, Policy, Span
 
@@ -74,15 +73,15 @@ class Trial:
 class Repositioned:
     """base rotated into place, nothing added. Exact where the base was computed behind this very prefix."""
 
-    base: Tensor
+    base: KV
 
 
 @dataclass(frozen=True)
 class Blended:
     """base + Σ w·offset (paper)."""
 
-    base: Tensor
-    offsets: tuple[Tensor, ...]
+    base: KV
+    offsets: tuple[KV, ...]
     weights: tuple[float, ...]
 
 
@@ -90,7 +89,7 @@ class Blended:
 class Mapped:
     """base + linear map of base (guarded)."""
 
-    base: Tensor
+    base: KV
     map: LinearMap
 
 

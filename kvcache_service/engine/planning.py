@@ -15,7 +15,8 @@ from kvcache_service.engine.memory import Memory
 from kvcache_service.engine.plan import Action, Blended, Blending, Mapped, Plan, Reason, Repositioned, SegmentPlan, Trial
 from kvcache_service.engine.records import Base, Offsets, Place, Slot
 from kvcache_service.geometry import Geometry
-from kvcache_service.kernels import cpu
+from kvcache_service.kernels import codec, cpu
+from kvcache_service.kernels.codec import KV
 from kvcache_service.predictor import LinearMap
 from kvcache_service.prompt import Policy, Role, Span, Template, tokens_key
 from kvcache_service.quality import Calibration
@@ -118,7 +119,7 @@ class Planner:
         if not span.token_ids:
             return SegmentPlan(span, Action.EXACT)
         key = self._memory.exact_key(self._group, context, span.start)
-        base = self._memory.tier.get(key)
+        base = self._kv(key)
         if base is None:
             return _dense(span, Reason.MISS)
         return SegmentPlan(span, Action.EXACT, source=Repositioned(base), keys=frozenset({key}))
@@ -168,27 +169,27 @@ class Planner:
         best, base = min(usable, key=lambda pair: pair[0].error)
         if best.error > self._settings.max_error:
             return _dense(span, Reason.QUALITY)
-        tensor = self._memory.tier.get(base.key)
-        if tensor is None:
+        kv = self._kv(base.key)
+        if kv is None:
             return _dense(span, Reason.MISS)
-        return self._correct_or_move(span, base, tensor, best)
+        return self._correct_or_move(span, base, kv, best)
 
-    def _correct_or_move(self, span: Span, base: Base, tensor: Tensor, best: LinearMap) -> SegmentPlan:
+    def _correct_or_move(self, span: Span, base: Base, kv: KV, best: LinearMap) -> SegmentPlan:
         """Correct what resembles the learned samples; a novel one is moved only, where calibration found that good enough."""
-        novelty, calibration = best.novelty(tensor), self._gate.calibration
+        novelty, calibration = best.novelty(_middle(kv, best)), self._gate.calibration
         plan = SegmentPlan(
             span,
             Action.REUSE,
-            source=Mapped(tensor, best),
+            source=Mapped(kv, best),
             anchors=best.samples,
             taint=base.taint,
             keys=frozenset({base.key}),
             novelty=novelty,
-            entropy=self._entropy(span, base, tensor) if self._trial is not None else 0.0,
+            entropy=self._entropy(span, base, kv) if self._trial is not None else 0.0,
         )
         if self._trial is not None or calibration is None or not calibration.usable or novelty <= calibration.novelty_limit:
             return plan
-        return replace(plan, source=Repositioned(tensor)) if calibration.reposition else _dense(span, Reason.NOVELTY)
+        return replace(plan, source=Repositioned(kv)) if calibration.reposition else _dense(span, Reason.NOVELTY)
 
     def _map(self, span: Span, base: Base) -> LinearMap | None:
         statistics = self._memory.statistics.get(self._slot(span, base))
@@ -216,7 +217,7 @@ class Planner:
         count = min(self._settings.boundary, covered - span.start)
         chosen = list(range(count if span.placeholder else min(count, 1)))
         if isinstance(source, Mapped):
-            chosen = sorted(source.map.change(source.base).topk(count).indices.tolist())
+            chosen = sorted(source.map.change(_middle(source.base, source.map)).topk(count).indices.tolist())
         probe = tuple(span.start + place for place in chosen)
         tail = range(max(span.start, span.end - self._settings.trailing) if last else covered, span.end)
         fresh = tuple(sorted({*probe, *tail, *range(covered, span.end)}))
@@ -231,10 +232,10 @@ class Planner:
 
     def _repositioned_placeholder(self, span: Span) -> SegmentPlan:
         for base in self._memory.bases(self._group, tokens_key(span.token_ids)):
-            tensor = self._memory.tier.get(base.key)
-            if tensor is not None and base.covered and base.taint <= self._settings.max_taint:
+            kv = self._kv(base.key)
+            if kv is not None and base.covered and base.taint <= self._settings.max_taint:
                 keys = frozenset({base.key})
-                return SegmentPlan(span, Action.REUSE, source=Repositioned(tensor), taint=base.taint, keys=keys)
+                return SegmentPlan(span, Action.REUSE, source=Repositioned(kv), taint=base.taint, keys=keys)
         return _dense(span, Reason.MISS)
 
     def _repositioned_fixed(self, span: Span) -> SegmentPlan:
@@ -294,24 +295,25 @@ class Planner:
             return _dense(span, Reason.LENGTH), None
         same = [h for h in longer if h.anchor.sample == sample]
         chosen = same or longer
-        own = self._memory.tier.get(base.key)
-        blobs = [blob for h in chosen if (blob := self._memory.tier.get(h.offsets.base)) is not None]
-        if own is None or len(blobs) != len(chosen):
+        own = self._kv(base.key)
+        others = self._bases_of(chosen)
+        if own is None or len(others) != len(chosen):
             return _dense(span, Reason.MISS), None
         weights: tuple[float, ...] = (1.0,)
         if not same:
-            match = matching.match(matching.distances(own, blobs), own.numel(), options.gamma or self._settings.gamma)
+            mine = cpu.decoded(own)
+            match = matching.match(matching.distances(mine, others), mine.numel(), options.gamma or self._settings.gamma)
             if not match.decisive:
                 return _dense(span, Reason.ENTROPY), None
             weights = match.weights
             if options.reference_weights:
-                weights = tuple((-matching.absolute_distances(own, blobs)).softmax(0).tolist())
+                weights = tuple((-matching.absolute_distances(mine, others)).softmax(0).tolist())
         shifts = [h.offsets.start - span.start if options.absolute_frame else 0 for h in chosen]
-        mine = [h.offsets.placeholder for h in chosen] if options.placeholder_offsets else []
+        keys = [h.offsets.placeholder for h in chosen] if options.placeholder_offsets else []
         placeholder = replace(
-            self._blended(span, self._placed(own, base.start - span.start), mine, weights, shifts, base.taint),
+            self._blended(span, self._placed(own, base.start - span.start), keys, weights, shifts, base.taint),
             fresh=tuple(range(span.start + base.covered, span.end)),  # T - 1 rule: decoded last, never run
-            keys=frozenset({base.key, *mine}),
+            keys=frozenset({base.key, *keys}),
             uses=tuple((slot.pool, h.anchor.sample) for h, w in zip(chosen, weights, strict=True) if w * len(weights) >= 1.0),
         )
         fixed = self._memory.fixed_bases.get(self._place(span.ordinal + 1))
@@ -323,26 +325,37 @@ class Planner:
         moved = self._placed(fixed.kv, fixed.start - span.end)
         return placeholder, self._blended(span, moved, following if options.following_offsets else [], weights, shifts, 0)
 
-    def _placed(self, base: Tensor, shift: int) -> Tensor:
+    def _kv(self, key: str) -> KV | None:
+        return self._memory.kv(key, self._geometry)
+
+    def _bases_of(self, held: Sequence[_Held]) -> list[Tensor]:
+        """Bases that are still there, to measure distances."""
+        return [cpu.decoded(kv) for h in held if (kv := self._kv(h.offsets.base)) is not None]
+
+    def _placed(self, base: KV, shift: int) -> KV:
         """Without rotation, keys keep the positions of their origin: `shift` away from where they are written."""
-        return base if self._blending.rotation or not shift else cpu.shift(base, shift, self._geometry.rope)
+        return base if self._blending.rotation else self._shifted(base, shift)
+
+    def _shifted(self, kv: KV, shift: int) -> KV:
+        return cpu.shift(cpu.decoded(kv), shift, self._geometry.rope) if shift else kv
 
     def _blended(
-        self, span: Span, base: Tensor, keys: Sequence[str], weights: Sequence[float], shifts: Sequence[int], taint: int
+        self, span: Span, base: KV, keys: Sequence[str], weights: Sequence[float], shifts: Sequence[int], taint: int
     ) -> SegmentPlan:
-        tensors = [(t, s) for key, s in zip(keys, shifts, strict=False) if (t := self._memory.tier.get(key)) is not None]
-        offsets = tuple(cpu.shift(t, s, self._geometry.rope) if s else t for t, s in tensors)
+        found = [(kv, shift) for key, shift in zip(keys, shifts, strict=False) if (kv := self._kv(key)) is not None]
+        offsets = tuple(self._shifted(kv, shift) for kv, shift in found)
         source = Blended(base, offsets, tuple(weights[: len(offsets)]))
         return SegmentPlan(span, Action.REUSE, source=source, anchors=len(weights), taint=taint, keys=frozenset(keys))
 
-    def _entropy(self, span: Span, base: Base, own: Tensor) -> float:
+    def _entropy(self, span: Span, base: Base, own: KV) -> float:
         """The paper's gate signal, relative to its bound log|A|, to compete with the others; 1.0 where it cannot match."""
         slot = self._slot(span, base)
         held = [h for h in self._held(slot) if h.offsets.length >= base.covered]
-        blobs = [blob for h in held if (blob := self._memory.tier.get(h.offsets.base)) is not None]
-        if len(blobs) < 2:
+        others = self._bases_of(held)
+        if len(others) < 2:
             return 1.0
-        return matching.match(matching.distances(own, blobs), own.numel()).entropy / math.log(len(blobs))
+        mine = cpu.decoded(own)
+        return matching.match(matching.distances(mine, others), mine.numel()).entropy / math.log(len(others))
 
 
 @dataclass(frozen=True)
@@ -353,6 +366,10 @@ class _Held:
 
 # Reasons for which a guarded turn is dense as a whole.
 _BLOCKERS = (Reason.WARMING, Reason.QUALITY, Reason.NOVELTY)
+
+
+def _middle(kv: KV, map: LinearMap) -> Tensor:
+    return cpu.decoded(codec.layer(kv, map.middle))[0]
 
 
 def _decide(

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from kvcache_service.catalog.keys import Group, PoolKey
 from kvcache_service.catalog.store import Commit, Insert
-from kvcache_service.engine.memory import LAYER_ZERO_TOLERANCE, Memory, relative_norm
+from kvcache_service.engine.memory import LAYER_ZERO_CODED, LAYER_ZERO_TOLERANCE, Memory, relative_norm
 from kvcache_service.engine.plan import Reason, SegmentPlan
 from kvcache_service.engine.records import Base, FixedBase, Offsets, Place, Slot
 from kvcache_service.engine.sessions import Settlement, Turn, Verdict
 from kvcache_service.errors import KVCacheError, invalid
+from kvcache_service.kernels import cpu
+from kvcache_service.kernels.codec import Coded
 from kvcache_service.prompt import CHUNK, Policy, Span, check_tokens, chunked, context_keys, tokens_key
 
 
@@ -35,7 +37,8 @@ class _Offset:
 class _NewBase:
     sample: str
     base: Base
-    kv: Tensor | None  # None: the blob is stored as an exact segment already
+    kv: Tensor | None  # None: it is stored as an exact segment already
+    blob: Tensor | None = None  # what is stored for it
 
 
 class Update:
@@ -143,13 +146,15 @@ class Update:
         return Slot(PoolKey(self._group, span.placeholder, base.origin), self._turn.template.template_id, span.ordinal)
 
     def _collect_offset(self, span: Span, kv: Tensor, base: Base, sample: str, following: SegmentPlan | None) -> None:
-        tensor = self._memory.tier.get(base.key)
-        if tensor is None or base.taint > self._max_taint:
-            self.refused.append("taint" if tensor is not None else "evicted")
+        stored = self._memory.kv(base.key, self._turn.geometry)
+        if stored is None or base.taint > self._max_taint:
+            self.refused.append("taint" if stored is not None else "evicted")
             return
+        tensor = cpu.decoded(stored)  # what assembly will add the offset to
         offset = kv[:, :, : base.covered] - tensor
         slot = self._slot(span, base)
-        if float(offset[0].float().norm() / tensor[0].float().norm()) > LAYER_ZERO_TOLERANCE:
+        tolerance = LAYER_ZERO_CODED if isinstance(stored, Coded) else LAYER_ZERO_TOLERANCE
+        if float(offset[0].float().norm() / tensor[0].float().norm()) > tolerance:
             self.refused.append("layer0")
         elif not self._memory.norm_in_band(slot, relative_norm(tensor, offset)):
             self.refused.append("norm")
@@ -184,6 +189,10 @@ class Update:
         inserts = [Insert(o.slot.pool, o.sample, o.offset.shape[2], o.slot.name) for o in self._offsets]
         return Commit(self._group, self._turn.turn_id, uses, inserts)
 
+    def pack(self) -> None:
+        """Make the blobs of new bases. Takes time; needs no lock."""
+        self._bases = [n if n.kv is None else replace(n, blob=self._memory.coded(n.kv)) for n in self._bases]
+
     def keep_local(self) -> None:
         """Store what belongs to this node alone. A full host tier refuses single tensors, never the turn."""
         zero = self._memory.layer_zero(self._turn.tenant, self._turn.geometry)
@@ -195,7 +204,7 @@ class Update:
                     name = f"{self._group.tag}:fixed:{place.template_id}:{place.ordinal}:{self._turn.turn_id}"
                     self._memory.add_fixed_base(place, FixedBase(kv, span.start, name))
         for new in self._bases:
-            if new.kv is None or self._kept(new.base.key, new.kv):
+            if new.blob is None or self._kept(new.base.key, new.blob):
                 self._memory.add_base(self._group, new.sample, new.base)
                 if new.kv is not None:
                     zero.learn(self._settlement.output_token_ids[: new.base.covered], new.kv)
@@ -217,17 +226,19 @@ class Update:
             with lock:
                 predictor = self._memory.predictor(offset.slot, relative_norm(offset.base, offset.offset))
             predictor.add(offset.base, offset.offset)
+            anchor = self._anchor(offset)
             with lock:
-                self._add_anchor(offset)
+                self._add_anchor(offset, *anchor)
                 self._memory.keep_predictor(offset.slot)
 
-    def _add_anchor(self, offset: _Offset) -> None:
+    def _anchor(self, offset: _Offset) -> tuple[Offsets, Tensor, Tensor | None]:
+        """What an accepted candidate leaves: its record, the blob of its offset and that of the fixed segment after it."""
         stem = f"{offset.slot.pool.key}:offset:{offset.sample}:{offset.slot.name}:{self._turn.turn_id}"
         following = fixed = None
         if offset.following is not None:
             span, kv = offset.following
             fixed = self._memory.fixed_bases.get(self._place(span))
-            following = kv - fixed.kv if fixed is not None else None
+            following = self._memory.coded(kv - fixed.kv) if fixed is not None else None
         kept = Offsets(
             base=offset.base_key,
             placeholder=f"{stem}:placeholder",
@@ -236,8 +247,11 @@ class Update:
             start=offset.start,
             length=offset.offset.shape[2],
         )
+        return kept, self._memory.coded(offset.offset), following
+
+    def _add_anchor(self, offset: _Offset, kept: Offsets, blob: Tensor, following: Tensor | None) -> None:
         try:
-            self._memory.add_anchor(offset.slot, offset.sample, offset.offset, following, kept)
+            self._memory.add_anchor(offset.slot, offset.sample, blob, following, kept)
         except KVCacheError:
             self.refused.append("host tier full")
 

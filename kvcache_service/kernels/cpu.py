@@ -18,13 +18,20 @@ from torch import Tensor
 
 from kvcache_service.geometry import Pairing, Rope
 from kvcache_service.kernels import loops, reference
+from kvcache_service.kernels.codec import KV, Codec, Coded, encode, parts
 
 # Writes these layers of one segment.
 LayerWrite = Callable[[range], None]
 Array = NDArray[np.generic]
 
-# How numba sees each dtype: it knows neither 16-bit float, so their bits travel as these integers.
-_BITS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float16: torch.int16}
+# How numba sees each dtype: it knows no float of 16 or 8 bits, so their bits travel as these integers.
+_BITS = {
+    torch.float32: torch.float32,
+    torch.bfloat16: torch.uint16,
+    torch.float16: torch.int16,
+    torch.int8: torch.int8,
+    torch.float8_e4m3fn: torch.uint8,
+}
 # Of each dtype: unsigned bits of the same size, and the bits of infinity; NaN lies above.
 _EXPONENTS = {
     torch.float32: (torch.uint32, 0x7F800000),
@@ -86,36 +93,36 @@ def write(writes: Sequence[LayerWrite], layers: range, size: int) -> None:
             other.result()
 
 
-def plain(out: Tensor, base: Tensor, rotation: Rotation) -> LayerWrite:
+def plain(out: Tensor, base: KV, rotation: Rotation) -> LayerWrite:
     """Re-position only. out, base: [layers, 2, tokens, kv_heads, head_dim]; out may be a column range of a buffer."""
-    target, source = _planes(out), _planes(base)
+    target, source = _planes(out), _numbers(base)
 
     def layer_write(layers: range) -> None:
-        loops.move(target, source, *rotation, layers.start, layers.stop)
+        loops.move(target, *source, *rotation, layers.start, layers.stop)
 
     return layer_write
 
 
-def blended(out: Tensor, base: Tensor, offsets: Sequence[Tensor], weights: Sequence[float], rotation: Rotation) -> LayerWrite:
+def blended(out: Tensor, base: KV, offsets: Sequence[KV], weights: Sequence[float], rotation: Rotation) -> LayerWrite:
     """Paper policy: base + Σ w·offset (Eq. 6, 7). Layer 0 depends on token and position only and stays at base.
 
     offsets: as base, perhaps with more tokens.
     """
-    tokens = base.shape[2]
+    at_base, target, source = plain(out, base, rotation), _planes(out), _numbers(base)
+    if not offsets:
+        return at_base
+    terms, factors = _alike(offsets), np.array(weights, np.float32)
 
     def layer_write(layers: range) -> None:
-        for layer in layers:
-            kv = base[layer].float()
-            if layer:
-                kv = kv.clone() if kv.dtype == base.dtype else kv
-                for offset, weight in zip(offsets, weights, strict=True):
-                    kv.add_(offset[layer, :, :tokens].float(), alpha=weight)
-            plain(out[layer, None], kv[None], rotation)(range(1))
+        if 0 in layers:
+            at_base(range(1))
+            layers = layers[1:]
+        loops.blend(target, *source, _sums(terms, factors), len(out), *rotation, layers.start, layers.stop)
 
     return layer_write
 
 
-def mapped(out: Tensor, base: Tensor, weight: Tensor, bias: Tensor, lead: Tensor, rotation: Rotation) -> LayerWrite:
+def mapped(out: Tensor, base: KV, weight: Tensor, bias: Tensor, lead: Tensor, rotation: Rotation) -> LayerWrite:
     """Guarded policy: a linear map per (layer, K/V, head) plus an own bias for the leading tokens.
 
     base [layers, 2, tokens, kv_heads, head_dim]
@@ -123,14 +130,14 @@ def mapped(out: Tensor, base: Tensor, weight: Tensor, bias: Tensor, lead: Tensor
     bias [layers, 2, kv_heads, head_dim]
     lead [layers, 2, lead_tokens, kv_heads, head_dim], cut to the segment's length
     """
-    at_base, target, source = plain(out, base, rotation), _planes(out), _planes(base)
+    at_base, target, source = plain(out, base, rotation), _planes(out), _numbers(base)
     terms = [_bits(term.contiguous()) for term in (weight, bias, lead)]
 
     def layer_write(layers: range) -> None:
         if 0 in layers:
             at_base(range(1))
             layers = layers[1:]
-        loops.correct(target, source, *terms, *rotation, layers.start, layers.stop)
+        loops.correct(target, *source, *terms, *rotation, layers.start, layers.stop)
 
     return layer_write
 
@@ -155,6 +162,15 @@ def shift(kv: Tensor, positions: int, rope: Rope) -> Tensor:
     return out
 
 
+def decoded(kv: KV) -> Tensor:
+    """The KV in the dtype that it had: itself where it is not coded."""
+    if not isinstance(kv, Coded):
+        return kv
+    out, unturned = torch.empty(kv.shape, dtype=kv.dtype), np.empty((kv.shape[2], 0), np.float32)
+    write([plain(out, kv, Rotation(unturned, unturned, False))], range(len(out)), out.nbytes)
+    return out
+
+
 def finite(kv: Tensor) -> bool:
     """No NaN and no Inf. kv: contiguous."""
     unsigned, exponent = _EXPONENTS[kv.dtype]
@@ -163,18 +179,41 @@ def finite(kv: Tensor) -> bool:
     return bool(loops.largest(bits, sign - 1) < exponent)
 
 
-def prepare(dtype: torch.dtype, rope: Rope, head_dim: int) -> None:
-    """Compile the loops for a model's dtype, so that no turn waits for it."""
+def prepare(dtype: torch.dtype, rope: Rope, head_dim: int, codec: Codec | None = None) -> None:
+    """Compile the loops for a model's dtype, so that no turn waits for it. codec: of KV that is stored coded."""
     base, weight = torch.zeros(2, 2, 1, 1, head_dim, dtype=dtype), torch.zeros(2, 2, 1, head_dim, head_dim).half()
     out, bias = torch.empty_like(base), torch.zeros(2, 2, 1, head_dim).half()
     rotation = Rotation.by(rope, 1, 1)
-    kinds = [
-        plain(out, base, rotation),
-        blended(out, base, (), (), rotation),
-        mapped(out, base, weight, bias, torch.zeros(2, 2, 1, 1, head_dim).half(), rotation),
-    ]
-    write(kinds, range(len(base)), 0)
+    stored: list[KV] = [base] if codec is None else [base, parts(encode(base, codec), (2, 1, head_dim), dtype)]
+    for kind in stored:
+        lead = torch.zeros(2, 2, 1, 1, head_dim).half()
+        corrected = mapped(out, kind, weight, bias, lead, rotation), blended(out, kind, stored[-1:], [1.0], rotation)
+        write([plain(out, kind, rotation), *corrected], range(len(base)), 0)
     finite(base)
+
+
+Numbers = tuple[loops.Planes, loops.Scales | None]
+
+
+def _numbers(kv: KV) -> Numbers:
+    if isinstance(kv, Coded):
+        return _planes(kv.codes), loops.Scales(kv.key_scales.numpy(), kv.value_scales.numpy())
+    return _planes(kv), None
+
+
+def _alike(offsets: Sequence[KV]) -> list[Numbers]:
+    """All of one kind, as the loop takes them: where some are coded otherwise than the first one, as they were before."""
+    kinds = {offset.codes.dtype if isinstance(offset, Coded) else None for offset in offsets}
+    if len(kinds) > 1:
+        offsets = [decoded(offset) for offset in offsets]
+    return [_numbers(offset if isinstance(offset, Coded) else offset.contiguous()) for offset in offsets]
+
+
+def _sums(terms: Sequence[Numbers], weights: NDArray[np.float32]) -> loops.Sums:
+    first, scales = terms[0]
+    places = [(p.flat.ctypes.data, s.keys.ctypes.data if s else 0, s.values.ctypes.data if s else 0) for p, s in terms]
+    tokens = [planes.tokens for planes, _ in terms]
+    return loops.Sums(first, scales, np.array(places, np.int64), np.array(tokens, np.int64), weights)
 
 
 def _planes(kv: Tensor) -> loops.Planes:

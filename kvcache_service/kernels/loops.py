@@ -1,6 +1,7 @@
 """The compiled loops of the CPU backend: each writes a range of layers of a segment, without the interpreter's lock.
 
-No torch here. numba knows no 16-bit float: arrays of uint16 hold bfloat16 and arrays of int16 float16; float32 is what it seems.
+No torch here. numba knows no float of 16 or 8 bits: arrays of uint16 hold bfloat16, arrays of int16 float16, arrays of uint8
+fp8 (e4m3); float32 and int8 are what they seem.
 cos and sin are float32 [tokens, pairs]; dimensions beyond the pairs do not turn. One file, since numba's cache on disk
 looks at the file of the outermost function alone.
 """
@@ -12,19 +13,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import carray, njit, types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 Array = NDArray[np.generic]
 Floats = NDArray[np.float32]
 
-_FLOAT, _HALF, _INT16, _INT32 = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntType(32)
+_FLOAT, _HALF = ir.FloatType(), ir.HalfType()
+_INT16, _INT32 = ir.IntType(16), ir.IntType(32)
 # Sums of a matrix product that stay in registers: 6 rows of 16 fill those of AVX2 and leave some free in AVX-512 and NEON.
 _ROWS, _COLUMNS = 6, 16
 _LANES = ir.VectorType(_FLOAT, _COLUMNS)
 _SAME, _UNSET = ir.Constant(ir.VectorType(_INT32, _COLUMNS), [0] * _COLUMNS), ir.Constant(_LANES, ir.Undefined)
 _TILE = 8 * _ROWS  # tokens that a matrix product takes: with the matrices they stay in the second-level cache
+
+_SHORT_TILE = 8  # tokens whose sums stay in the first-level cache
 
 
 class Planes(NamedTuple):
@@ -40,6 +44,26 @@ class Planes(NamedTuple):
     tokens: int
     heads: int
     dim: int
+
+
+class Scales(NamedTuple):
+    """What the numbers of coded KV are multiplied by. None stands for KV that is not coded, in every loop."""
+
+    keys: Floats  # [layers, kv_heads, head_dim]
+    values: Floats  # [layers, tokens, kv_heads]
+
+
+class Sums(NamedTuple):
+    """Several KV of one kind, each contiguous, to be added up with weights. One is enough: the compiler sees their types in it.
+
+    Compiled code takes no list of arrays; it finds them by where they lie. Whoever calls keeps them alive.
+    """
+
+    first: Planes
+    scales: Scales | None
+    places: NDArray[np.int64]  # [n, 3]: addresses of the numbers, of the scales of K and of V
+    tokens: NDArray[np.int64]  # [n]
+    weights: Floats  # [n]
 
 
 def _compiled(function: Callable[..., Any]) -> Any:
@@ -60,7 +84,18 @@ def _wide(builder: Any, kind: Any, bits: Any) -> Any:
         return builder.bitcast(builder.shl(builder.zext(bits, _INT32), ir.Constant(_INT32, 16)), _FLOAT)
     if kind == types.int16:
         return builder.fpext(builder.bitcast(bits, _HALF), _FLOAT)
+    if kind == types.uint8:
+        return _wide_fp8(builder, bits)
+    if kind == types.int8:
+        return builder.sitofp(bits, _FLOAT)
     return bits
+
+
+def _wide_fp8(builder: Any, bits: Any) -> Any:
+    """e4m3 has a float16's layout with one exponent bit less, whose bias is 8 smaller; no code is NaN."""
+    extended = builder.sext(bits, _INT16)  # s eeee mmm -> s at the top of 16 bits
+    moved = builder.and_(builder.shl(extended, ir.Constant(_INT16, 7)), ir.Constant(_INT16, 0xBFFF))
+    return builder.fmul(builder.fpext(builder.bitcast(moved, _HALF), _FLOAT), ir.Constant(_FLOAT, 256.0))
 
 
 def _narrow(builder: Any, kind: Any, number: Any) -> Any:
@@ -112,36 +147,145 @@ def largest(bits: NDArray[np.unsignedinteger[Any]], mask: int) -> Any:
     return found
 
 
+@_intrinsic
+def _pointer(_context: Any, address: Any, like: Any) -> Any:
+    """A pointer to numbers such as those of the array `like`."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(like.dtype)(address, like), generate
+
+
 @_compiled
-def _turn(out: Array, keys: Array, cos: Floats, sin: Floats, interleaved: bool) -> None:
-    """out = R keys, [tokens, kv_heads, dim], token t by row t of cos and sin."""
+def _scaled(bits: Any, scale: Any, head: int, i: int) -> Any:
+    """A stored value: as it is where no scale [kv_heads, dim] is given, else as float32."""
+    if scale is None:
+        return bits
+    return _widen(bits) * scale[head, i]
+
+
+@_compiled
+def _key_scale(scales: Any, layer: int) -> Any:
+    if scales is None:
+        return None
+    return scales.keys[layer]
+
+
+@_compiled
+def _value_scale(scales: Any, layer: int, token: int, head: int) -> Any:
+    if scales is None:
+        return np.float32(1.0)
+    return scales.values[layer, token, head]
+
+
+@_compiled
+def _turn(out: Array, keys: Array, scale: Any, cos: Floats, sin: Floats, interleaved: bool) -> None:
+    """out = R keys, [tokens, kv_heads, dim], token t by row t of cos and sin. scale [kv_heads, dim] or None."""
     pairs, dim = cos.shape[1], out.shape[2]
     for token in range(out.shape[0]):
         for head in range(out.shape[1]):
             if interleaved:
                 for i in range(pairs):
-                    a, b = _widen(keys[token, head, 2 * i]), _widen(keys[token, head, 2 * i + 1])
+                    a = _widen(_scaled(keys[token, head, 2 * i], scale, head, 2 * i))
+                    b = _widen(_scaled(keys[token, head, 2 * i + 1], scale, head, 2 * i + 1))
                     c, s = cos[token, i], sin[token, i]
                     out[token, head, 2 * i] = _convert(a * c - b * s, out[token, head, 2 * i])
                     out[token, head, 2 * i + 1] = _convert(b * c + a * s, out[token, head, 2 * i + 1])
             else:
                 for i in range(pairs):
-                    a, b = _widen(keys[token, head, i]), _widen(keys[token, head, i + pairs])
+                    a = _widen(_scaled(keys[token, head, i], scale, head, i))
+                    b = _widen(_scaled(keys[token, head, i + pairs], scale, head, i + pairs))
                     c, s = cos[token, i], sin[token, i]
                     out[token, head, i] = _convert(a * c - b * s, out[token, head, i])
                     out[token, head, i + pairs] = _convert(b * c + a * s, out[token, head, i + pairs])
             for i in range(2 * pairs, dim):
-                out[token, head, i] = _convert(keys[token, head, i], out[token, head, i])
+                out[token, head, i] = _convert(_scaled(keys[token, head, i], scale, head, i), out[token, head, i])
 
 
 @_compiled
-def move(out: Planes, kv: Planes, cos: Floats, sin: Floats, interleaved: bool, first: int, last: int) -> None:
-    """K turned, V as it is, for layers [first, last)."""
+def _copy(out: Array, values: Array, scales: Any, layer: int) -> None:
+    """out = values, [tokens, kv_heads, dim]."""
+    if scales is None:
+        copied, bits = out.reshape(-1), values.reshape(-1)
+        for i in range(len(bits)):
+            copied[i] = _convert(bits[i], copied[i])
+    else:
+        for token in range(out.shape[0]):
+            for head in range(out.shape[1]):
+                scale = scales.values[layer, token, head]
+                for i in range(out.shape[2]):
+                    out[token, head, i] = _convert(_widen(values[token, head, i]) * scale, out[token, head, i])
+
+
+@_compiled
+def move(out: Planes, kv: Planes, scales: Any, cos: Floats, sin: Floats, interleaved: bool, first: int, last: int) -> None:
+    """K turned, V as it is, for layers [first, last). scales: of kv, which is a plain copy of its blob then, or None."""
     for layer in range(first, last):
-        _turn(_plane(out, layer, 0), _plane(kv, layer, 0), cos, sin, interleaved)
-        copied, values = _plane(out, layer, 1).reshape(-1), _plane(kv, layer, 1).reshape(-1)
-        for i in range(len(values)):
-            copied[i] = _convert(values[i], copied[i])
+        _turn(_plane(out, layer, 0), _plane(kv, layer, 0), _key_scale(scales, layer), cos, sin, interleaved)
+        _copy(_plane(out, layer, 1), _plane(kv, layer, 1), scales, layer)
+
+
+@_compiled
+def _accumulate(sums: Floats, kv: Array, scales: Any, layer: int, part: int, first: int, weight: np.float32) -> None:
+    """sums += weight · kv, [tokens, kv_heads, dim] each. first: the token that kv begins with, in its scales."""
+    for token in range(kv.shape[0]):
+        if part == 1:
+            for head in range(kv.shape[1]):
+                factor = weight * _value_scale(scales, layer, first + token, head)
+                for i in range(kv.shape[2]):
+                    sums[token, head, i] += factor * _widen(kv[token, head, i])
+        else:
+            scale = _key_scale(scales, layer)
+            for head in range(kv.shape[1]):
+                for i in range(kv.shape[2]):
+                    sums[token, head, i] += weight * _widen(_scaled(kv[token, head, i], scale, head, i))
+
+
+@_compiled
+def _scales_of(scales: Any, places: Any, layers: int, tokens: int, heads: int, dim: int) -> Any:
+    if scales is None:
+        return None
+    keys = carray(_pointer(places[1], scales.keys), (layers, heads, dim))
+    return Scales(keys, carray(_pointer(places[2], scales.values), (layers, tokens, heads)))
+
+
+@_compiled
+def blend(
+    out: Planes,
+    base: Planes,
+    scales: Any,
+    offsets: Sums,
+    layers: int,
+    cos: Floats,
+    sin: Floats,
+    interleaved: bool,
+    first: int,
+    last: int,
+) -> None:
+    """R (base + Σ w·offset), for layers [first, last) of `layers`. scales: of base, or None.
+
+    Offsets have as many tokens as base, or more.
+    """
+    heads, dim = base.heads, base.dim
+    sums = np.empty((_SHORT_TILE, heads, dim), np.float32)
+    for layer in range(first, last):
+        for part in range(2):
+            target, source = _plane(out, layer, part), _plane(base, layer, part)
+            for start in range(0, base.tokens, _SHORT_TILE):
+                end = min(start + _SHORT_TILE, base.tokens)
+                tile = sums[: end - start]
+                tile[:] = np.float32(0.0)
+                _accumulate(tile, source[start:end], scales, layer, part, start, np.float32(1.0))
+                for n in range(len(offsets.weights)):
+                    tokens = offsets.tokens[n]
+                    numbers = carray(_pointer(offsets.places[n, 0], offsets.first.flat), (layers, 2, tokens, heads, dim))
+                    own = _scales_of(offsets.scales, offsets.places[n], layers, tokens, heads, dim)
+                    _accumulate(tile, numbers[layer, part, start:end], own, layer, part, start, offsets.weights[n])
+                if part:
+                    _narrow_rows(target[start:end], tile)
+                else:
+                    _turn(target[start:end], tile, None, cos[start:end], sin[start:end], interleaved)
 
 
 @_intrinsic
@@ -223,15 +367,24 @@ def _unpack(matrices: Floats, places: Floats, weight: Array, bias: Array, lead: 
 
 
 @_compiled
-def _gather(rows: Floats, sums: Floats, source: Array, places: Floats) -> None:
-    """A tile of tokens as rows [kv_heads, tokens.., dim], and its sums [tokens.., kv_heads, dim..] at what their places add."""
+def _gather(rows: Floats, sums: Floats, source: Array, places: Floats, scales: Any, layer: int, part: int, first: int) -> None:
+    """A tile of tokens as rows [kv_heads, tokens.., dim], and its sums [tokens.., kv_heads, dim..] at what their places add.
+
+    first: the token that the tile begins with, in its scales.
+    """
     for token in range(source.shape[0]):
         place = min(token, len(places) - 1)
         for head in range(source.shape[1]):
             for i in range(places.shape[2]):
                 sums[token, head, i] = places[place, head, i]
-            for i in range(source.shape[2]):
-                rows[head, token, i] = _widen(source[token, head, i])
+            if part == 1:
+                factor = _value_scale(scales, layer, first + token, head)
+                for i in range(source.shape[2]):
+                    rows[head, token, i] = factor * _widen(source[token, head, i])
+            else:
+                scale = _key_scale(scales, layer)
+                for i in range(source.shape[2]):
+                    rows[head, token, i] = _widen(_scaled(source[token, head, i], scale, head, i))
 
 
 @_compiled
@@ -246,6 +399,7 @@ def _narrow_rows(out: Array, sums: Floats) -> None:
 def correct(
     out: Planes,
     base: Planes,
+    scales: Any,
     weight: Array,
     bias: Array,
     lead: Array,
@@ -255,7 +409,7 @@ def correct(
     first: int,
     last: int,
 ) -> None:
-    """R (base + base·W + bias of the token's place), for layers [first, last).
+    """R (base + base·W + bias of the token's place), for layers [first, last). scales: of base, or None.
 
     weight [layers, 2, kv_heads, dim, dim]; bias [layers, 2, kv_heads, dim]; lead [layers, 2, lead_tokens, kv_heads, dim]
     """
@@ -268,9 +422,10 @@ def correct(
             _unpack(matrices, places, weight[layer, part], bias[layer, part], lead[layer, part])
             for start in range(0, base.tokens, _TILE):
                 end = min(start + _TILE, base.tokens)
-                _gather(rows, sums, source[start:end], places[min(start, len(places) - 1) :])
+                later = places[min(start, len(places) - 1) :]
+                _gather(rows, sums, source[start:end], later, scales, layer, part, start)
                 _add_product(sums, rows, matrices, end - start)
                 if part:
                     _narrow_rows(target[start:end], sums)
                 else:
-                    _turn(target[start:end], sums, cos[start:end], sin[start:end], interleaved)
+                    _turn(target[start:end], sums, None, cos[start:end], sin[start:end], interleaved)

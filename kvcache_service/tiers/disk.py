@@ -30,7 +30,8 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 _SUFFIX, _UNFINISHED = ".kv", ".tmp"
-_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.uint8)}
+_CODES = (torch.int8, torch.float8_e4m3fn)  # of coded KV: a blob's dtype says how to read it
+_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.uint8, *_CODES)}
 _PENDING_BYTES = 256 << 20  # blobs that wait to be written; more are not taken: a slow disk must not hold memory
 
 

@@ -104,6 +104,31 @@ def test_what_was_learned_serves_at_once(
         assert service.metrics()["kvcache_disk_damaged"] == service.metrics()["kvcache_disk_refused"] == 0
 
 
+def test_coded_kv_serves_whatever_the_setting_has_become(start_service: Start, model: Any, tmp_path: Path) -> None:
+    """Bases of answers and offsets are coded, exact KV never is; what was coded serves the same bits under another setting."""
+    settings = {"disk_dir": str(tmp_path), "gamma": "1e9"}
+    found = []
+    for codec in ("int8", "fp8"):
+        with start_service(host_codec=codec, **settings) as service, KVCacheClient(service.target) as client:
+            team = Team(model, client)
+            if codec == "int8":
+                team.warm()
+                said = team.first.run({"question": question(100)}, max_new_tokens=TOKENS)
+                written(service)
+                heads = [json.loads(path.read_bytes().partition(b"\n")[0]) for path in tmp_path.glob("*.kv")]
+                kinds = {(kind, h["dtype"]) for h in heads for kind in ("exact", "base", "offset") if f":{kind}:" in h["key"]}
+                assert kinds == {("exact", "torch.float32"), ("base", "torch.int8"), ("offset", "torch.int8")}
+            samples = {"question": question(100), "first": said.token_ids}
+            found.append([served(team.second, samples, policy) for policy in ("guarded", "paper")])
+            again = team.first.run({"question": question(100)}, max_new_tokens=TOKENS)
+            assert again.reused_tokens == again.prompt_tokens - 1
+            assert again.token_ids == said.token_ids == dense(team.first, {"question": question(100)}).token_ids
+    for (actions, kv), (same, bits) in zip(*found, strict=True):
+        assert pb.ACTION_REUSE in actions
+        assert actions == same
+        assert torch.equal(kv, bits)
+
+
 def test_a_restarted_pool_prunes_and_learns_on(start_service: Start, catalog: dict[str, str], model: Any, tmp_path: Path) -> None:
     """Once more killed, and again the same: what one boot restored the next one has too."""
     settings = {"disk_dir": str(tmp_path), "pool_anchors": str(ANCHORS), "min_samples": "1000"} | catalog

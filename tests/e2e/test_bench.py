@@ -85,7 +85,7 @@ def test_the_command_writes_rows_and_a_picture(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     rows = json.loads(figures.read_text())["rows"]
     assert all(set(r) == FIELDS for r in rows)
-    assert len(rows) == 12
+    assert len(rows) == 30
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
