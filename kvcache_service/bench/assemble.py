@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcache_service.bench import floors
 from kvcache_service.bench.rows import Row, Timer, Track, compare, seconds
 from kvcache_service.geometry import Pairing, Rope
 from kvcache_service.kernels import codec, cpu
@@ -55,14 +54,14 @@ def _segment(track: Track[int], rounds: int, segment: Segment, dtype: torch.dtyp
     read, written = codec.nbytes(base), out.nbytes
     kind = str(dtype).removeprefix("torch.") + (f" from {coding.name.lower()}" if coding else "")
     case = f"{segment.model}, {tokens} tokens, {kind}"
-    copied = floors.copy((read + written) // 2)  # a copy of n bytes moves 2n
+    copied = _copy((read + written) // 2)  # a copy of n bytes moves 2n
 
     def product() -> float:
         return seconds(lambda: torch.bmm(rows, matrices, out=result))
 
     moved = _timed(cpu.plain(out, base, rotation), out)
     yield compare(track, "assemble", f"{case}, moved", "copy", moved, copied, size=read + written, rounds=rounds)
-    shifted, both = _timed(cpu.blended(out, base, [offset], [1.0], rotation), out), floors.copy((2 * read + written) // 2)
+    shifted, both = _timed(cpu.blended(out, base, [offset], [1.0], rotation), out), _copy((2 * read + written) // 2)
     yield compare(track, "assemble", f"{case}, mean offset", "copy", shifted, both, size=2 * read + written, rounds=rounds)
     mapped = _timed(cpu.mapped(out, base, weight, bias, lead, rotation), out)
     floor = "larger of copy and torch.bmm"
@@ -76,6 +75,12 @@ def _segment(track: Track[int], rounds: int, segment: Segment, dtype: torch.dtyp
         size=read + written,
         rounds=rounds,
     )
+
+
+def _copy(size: int) -> Timer:
+    """A copy of `size` bytes by all threads of torch."""
+    source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+    return lambda: seconds(lambda: target.copy_(source))
 
 
 def _stored(kv: Tensor, coding: Codec | None) -> KV:
