@@ -27,6 +27,7 @@ TRANSPORTS = ("auto", "shared_memory", "stream")
 _ITEM_BYTES = {pb.DTYPE_FLOAT32: 4, pb.DTYPE_FLOAT16: 2, pb.DTYPE_BFLOAT16: 2}
 _MESSAGE_BYTES = 4 << 20
 _MAX_COOLDOWN = 2.0
+_COMPILE_SECONDS = 120.0  # for a dtype that the service's machine meets for the first time
 
 Reply = TypeVar("Reply")
 
@@ -46,8 +47,9 @@ class KVCacheClient:
     """Speaks kvcache.v1 with one service.
 
     target: host:port. transport: "auto" takes shared memory on the service's own host, else the stream.
-    timeout: seconds for any call. A lost service is tried again after a growing pause of at most two seconds, in which
-    calls fail at once; models and templates are registered anew by the client itself.
+    timeout: seconds for any call but the registration of a model, for which a service on a fresh machine compiles. A lost
+    service is tried again after a growing pause of at most two seconds, in which calls fail at once; models and templates are
+    registered anew by the client itself.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class KVCacheClient:
                 self._session = self._attach()
                 self._buffers.forget()
                 for model in self._models.values():
-                    self._call(self._kvcache.RegisterModel, model)
+                    self._register(model)
                 for template in self._templates.values():
                     self._call(self._kvcache.RegisterTemplate, template)
             except CacheError as error:
@@ -109,7 +111,7 @@ class KVCacheClient:
     def register_model(self, request: pb.RegisterModelRequest) -> str:
         """Returns the model id, a content hash."""
         self.connect()
-        model_id: str = self._call(self._kvcache.RegisterModel, request).model_id
+        model_id = self._register(request)
         self._models[model_id] = request
         return model_id
 
@@ -265,14 +267,18 @@ class KVCacheClient:
         wanted = offered and self._transport != "stream"
         return pb.TRANSPORT_SHARED_MEMORY if wanted else pb.TRANSPORT_STREAM
 
+    def _register(self, request: pb.RegisterModelRequest) -> str:
+        reply: pb.RegisterModelReply = self._call(self._kvcache.RegisterModel, request, max(self._timeout, _COMPILE_SECONDS))
+        return reply.model_id
+
     def _drop_session(self) -> None:
         if self._session is not None:
             self._session.end()
             self._session = None
 
-    def _call(self, rpc: Callable[..., Reply], request: object) -> Reply:
+    def _call(self, rpc: Callable[..., Reply], request: object, timeout: float | None = None) -> Reply:
         try:
-            return rpc(request, timeout=self._timeout)
+            return rpc(request, timeout=timeout or self._timeout)
         except grpc.RpcError as error:
             translated = from_rpc(error)
             if translated.code == "STALE_BOOT" and self._session is not None:
