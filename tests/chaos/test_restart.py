@@ -293,7 +293,7 @@ class Committed:
         return checked
 
 
-ROUNDS = 8
+ROUNDS = 4
 
 
 def test_killed_at_arbitrary_points(start_service: Start, catalog: dict[str, str], model: Any, tmp_path: Path) -> None:
@@ -329,8 +329,8 @@ def test_killed_at_arbitrary_points(start_service: Start, catalog: dict[str, str
                     call.settle()
             killer.join()
         looked_at += committed.check_disk(tmp_path, client, model_id)
-    assert reused > 1000
-    assert looked_at > 100
+    assert reused > 300
+    assert looked_at > 40
 
 
 def kill_when(service: ServiceProcess, directory: Path, files: int) -> None:
