@@ -18,7 +18,7 @@ import json
 import os
 import statistics
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -74,12 +74,7 @@ class ValkeyClient:
 
 def valkey(rounds: int, step: Callable[[str], None]) -> timing.Times:
     with EmbeddedServer() as server:
-
-        @contextlib.contextmanager
-        def make(size: int) -> Iterator[ValkeyClient]:
-            yield ValkeyClient(server.url, size)
-
-        return timing.measure(make, rounds, list(SHAPES), step)
+        return timing.measure(lambda size: contextlib.nullcontext(ValkeyClient(server.url, size)), rounds, list(SHAPES), step)
 
 
 def peer(python: Path, script: str, address: str, rounds: int) -> timing.Times:

@@ -9,7 +9,6 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Iterator
 
 import timing
 import torch
@@ -97,15 +96,7 @@ class Client:
 
 
 def main(url: str, rounds: str, *sizes: str) -> None:
-    @contextlib.contextmanager
-    def make(size: int) -> Iterator[Client]:
-        client = Client(url, size)
-        try:
-            yield client
-        finally:
-            client.close()
-
-    timing.main(make, rounds, *sizes)
+    timing.main(lambda size: contextlib.closing(Client(url, size)), rounds, *sizes)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Iterator
 
 import timing
 from mooncake.store import MooncakeDistributedStore
@@ -53,15 +52,7 @@ def main(master: str, rounds: str, *sizes: str) -> None:
     store = MooncakeDistributedStore()
     assert store.setup("127.0.0.1", "P2PHANDSHAKE", 0, _LOCAL_BUFFER, "tcp", "", master) == 0
 
-    @contextlib.contextmanager
-    def make(size: int) -> Iterator[Client]:
-        client = Client(store, size)
-        try:
-            yield client
-        finally:
-            client.close()
-
-    timing.main(make, rounds, *sizes)
+    timing.main(lambda size: contextlib.closing(Client(store, size)), rounds, *sizes)
     store.close()
 
 

@@ -14,7 +14,7 @@ import secrets
 import sqlite3
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -138,17 +138,21 @@ class Durable:
             self._disk.then(partial(self._disk.remove, keys))
 
     def keep_predictor(self, slot: Slot, statistics: RidgeStatistics, norms: Sequence[float]) -> None:
-        state = statistics.state() | {"norms": torch.tensor(norms, dtype=torch.float64)}
+        def state() -> State:
+            return statistics.state() | {"norms": torch.tensor(norms, dtype=torch.float64)}
+
         key = f"{slot.pool.key}:predictor:{slot.name}"
         group, placeholder, origin = _pool(slot.pool)
         self._refresh(key, state, (_PREDICTOR, group, slot.template_id, slot.ordinal, placeholder, origin))
 
     def keep_mean(self, place: Place, mean: RunningMean) -> None:
         key = f"{place.group.tag}:mean:{place.template_id}:{place.ordinal}"
-        self._refresh(key, mean.state(), (_MEAN, place.group.tag, place.template_id, place.ordinal, "", ""))
+        self._refresh(key, mean.state, (_MEAN, place.group.tag, place.template_id, place.ordinal, "", ""))
 
     def keep_fixed(self, place: Place, base: FixedBase) -> None:
-        state = {"kv": base.kv, "start": torch.tensor(base.start)}
+        def state() -> State:
+            return {"kv": base.kv, "start": torch.tensor(base.start)}
+
         self._refresh(base.key, state, (_FIXED, place.group.tag, place.template_id, place.ordinal, "", ""))
 
     def keep_quality(self, group: Group, template_id: str, record: str) -> None:
@@ -257,12 +261,14 @@ class Durable:
                 log.warning("%s is not readable: %s", _FILE, error)
                 return []
 
-    def _refresh(self, key: str, state: State, row: tuple[object, ...]) -> None:
+    def _refresh(self, key: str, state: Callable[[], State], row: tuple[object, ...]) -> None:
+        """state: asked now, and only where there is a disk to keep it."""
         if self._disk is None:
             return
+        newest = state()
         with self._waiting:
             waits = key in self._newest
-            self._newest[key] = state
+            self._newest[key] = newest
         if not waits:
             self._disk.then(partial(self._replace, self._disk, key, row))
 
