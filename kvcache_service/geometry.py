@@ -7,6 +7,7 @@ import hashlib
 import math
 import struct
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -89,7 +90,7 @@ class Geometry:
         """[layers, 2 (K, V), tokens, kv_heads, head_dim]."""
         return (self.layers, 2, tokens, self.kv_heads, self.head_dim)
 
-    @property
+    @cached_property
     def model_id(self) -> str:
         """SHA-256 over canonical bytes; equal in every process for equal models."""
         digest = hashlib.sha256(_SCHEME)

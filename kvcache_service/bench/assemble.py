@@ -42,7 +42,7 @@ def run(track: Track[int], rounds: int) -> Iterator[Row]:
 def _segment(track: Track[int], rounds: int, segment: Segment, dtype: torch.dtype, coding: Codec | None) -> Iterator[Row]:
     layers, heads, dim, tokens = segment.layers, segment.heads, segment.dim, segment.tokens
     rope = Rope("default", tuple(10000.0 ** (-i / (dim // 2)) for i in range(dim // 2)), 1.0, Pairing.HALF_SPLIT, dim)
-    rotation = cpu.Rotation.into_place(rope, torch.arange(100, 100 + tokens))
+    rotation = cpu.Rotations(rope, 100 + tokens).into_place(100, 100 + tokens)
     cpu.prepare(dtype, rope, dim, coding)
     kv = torch.randn(layers, 2, tokens, heads, dim)
     base, offset = (_stored(noise.to(dtype), coding) for noise in (kv, 0.1 * kv.flip(2)))

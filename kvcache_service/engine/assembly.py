@@ -19,7 +19,9 @@ from kvcache_service.tiers.host import HostTier
 #   [prompt + reserve, …)        re-positioned base at the probe positions, to judge the correction against
 
 
-def assemble(out: Tensor, plan: Plan, geometry: Geometry, reserve: int, band_bytes: int) -> Iterator[range]:
+def assemble(
+    out: Tensor, plan: Plan, geometry: Geometry, rotations: cpu.Rotations, reserve: int, band_bytes: int
+) -> Iterator[range]:
     """Write every reused column once, lowest layers first; yields the layers that have become complete, about `band_bytes`
     at a time.
 
@@ -31,11 +33,10 @@ def assemble(out: Tensor, plan: Plan, geometry: Geometry, reserve: int, band_byt
         if segment.source is None:
             continue
         start, covered = segment.span.start, segment.source.base.shape[2]
-        rotation = cpu.Rotation.into_place(geometry.rope, torch.arange(start, start + covered))
-        writes.append(_write(out[:, :, start : start + covered], segment.source, rotation))
+        writes.append(_write(out[:, :, start : start + covered], segment.source, rotations.into_place(start, start + covered)))
         if segment.probe:
             columns = out[:, :, probe_column : probe_column + len(segment.probe)]
-            writes.append(_write_probe(columns, segment, segment.source.base, geometry))
+            writes.append(_write_probe(columns, segment, segment.source.base, rotations))
             probe_column += len(segment.probe)
     layer_bytes = fetched_tokens(plan) * geometry.token_bytes // geometry.layers
     step = max(1, min(geometry.layers, band_bytes // max(1, layer_bytes)))
@@ -45,10 +46,9 @@ def assemble(out: Tensor, plan: Plan, geometry: Geometry, reserve: int, band_byt
         yield layers
 
 
-def _write_probe(columns: Tensor, segment: SegmentPlan, base: KV, geometry: Geometry) -> cpu.LayerWrite:
-    positions = torch.tensor(segment.probe)
-    rows = codec.at(base, positions - segment.span.start)
-    return cpu.plain(columns, rows, cpu.Rotation.into_place(geometry.rope, positions))
+def _write_probe(columns: Tensor, segment: SegmentPlan, base: KV, rotations: cpu.Rotations) -> cpu.LayerWrite:
+    rows = codec.at(base, torch.tensor(segment.probe) - segment.span.start)
+    return cpu.plain(columns, rows, rotations.to(segment.probe))
 
 
 def _write(out: Tensor, source: Source, rotation: cpu.Rotation) -> cpu.LayerWrite:
@@ -61,13 +61,15 @@ def _write(out: Tensor, source: Source, rotation: cpu.Rotation) -> cpu.LayerWrit
             return cpu.mapped(out, base, map.weight, map.bias, map.lead, rotation)
 
 
-def take_out(tier: HostTier, kv: Tensor, first: int, ranges: Sequence[tuple[int, int]], geometry: Geometry) -> list[Tensor]:
+def take_out(
+    tier: HostTier, kv: Tensor, first: int, ranges: Sequence[tuple[int, int]], geometry: Geometry, rotations: cpu.Rotations
+) -> list[Tensor]:
     """Position-free copies of token ranges [start, end) of observed KV whose first column lies at position `first`.
 
     They lie in memory of the tier. Raises QUOTA when it has none.
     """
     out = [tier.empty(geometry.shape(end - start), geometry.dtype) for start, end in ranges]
-    cpu.canonicalise(out, kv, first, [start for start, _ in ranges], geometry.rope)
+    cpu.canonicalise(out, kv, first, [start for start, _ in ranges], rotations)
     return out
 
 

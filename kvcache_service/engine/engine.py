@@ -92,6 +92,7 @@ class Engine:
         self._catalog_up = True
         self._trust = Trust(settings.trust, self._catalog, durable, telemetry, draw)
         self._models: dict[str, Geometry] = {}
+        self._rotations: dict[str, cpu.Rotations] = {}
         self._costs: dict[str, CostModel] = {}
         self._groups: set[Group] = set()
         self._templates: dict[tuple[str, str], Template] = {}
@@ -134,8 +135,10 @@ class Engine:
 
     def register_model(self, geometry: Geometry) -> str:
         cpu.prepare(geometry.dtype, geometry.rope, geometry.head_dim, self.settings.coding)
+        rotations = cpu.Rotations(geometry.rope, self._longest(geometry))
         with self._lock:
             self._models[geometry.model_id] = geometry
+            self._rotations[geometry.model_id] = rotations
             self._costs.setdefault(geometry.model_id, CostModel())
         return geometry.model_id
 
@@ -181,19 +184,24 @@ class Engine:
             raise KVCacheError(Code.UNKNOWN_MODEL, f"model {model_id!r}", field="model_id", fix="call RegisterModel first")
         return geometry
 
+    def _longest(self, geometry: Geometry) -> int:
+        """Tokens of the longest prompt with its reserve."""
+        return min(self.settings.max_prompt_tokens, geometry.max_positions)
+
     def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory of the host tier for KV that is about to be received. Raises QUOTA."""
         return self._tier.empty(shape, dtype)
 
     def check_put(self, model_id: str, tokens: int, shape: tuple[int, ...]) -> None:
         """Refuse a Put before its bytes are taken in. Raises UNKNOWN_MODEL, INVALID or QUOTA."""
-        self._prefixes.check(self.model(model_id), tokens, shape, self.settings.max_prompt_tokens)
+        geometry = self.model(model_id)
+        self._prefixes.check(geometry, tokens, shape, self._longest(geometry))
 
     def put_prefix(
         self, tenant: str, model_id: str, token_ids: tuple[int, ...], kv: Tensor, pin: Pin | None = None
     ) -> tuple[str, bool]:
         """Store exact KV of a prompt prefix; see Prefixes.put."""
-        return self._prefixes.put(tenant, self.model(model_id), token_ids, kv, pin)
+        return self._prefixes.put(tenant, self.model(model_id), self._rotations[model_id], token_ids, kv, pin)
 
     # The turn
 
@@ -246,6 +254,7 @@ class Engine:
                 session_id=session_id,
                 template=template,
                 geometry=geometry,
+                rotations=self._rotations[geometry.model_id],
                 plan=plan,
                 reserve=reserve,
                 buffer=buffer,
@@ -268,7 +277,7 @@ class Engine:
             check_tokens(token_ids, geometry.vocab_size, f"samples[{name!r}].token_ids")
         spans = lay_out(template, samples)
         total = spans[-1].end + reserve
-        longest = min(self.settings.max_prompt_tokens, geometry.max_positions)
+        longest = self._longest(geometry)
         if not spans[-1].end:
             raise invalid("samples", "the prompt is empty", "send at least one token")
         if total > longest:
@@ -284,7 +293,7 @@ class Engine:
         with turn.lock:
             self._require(turn, Phase.PLANNED, Phase.ASSEMBLED)
             done = turn.phase is Phase.ASSEMBLED
-            bands = assembly.assemble(turn.tensor, turn.plan, turn.geometry, turn.reserve, band_bytes)
+            bands = assembly.assemble(turn.tensor, turn.plan, turn.geometry, turn.rotations, turn.reserve, band_bytes)
         if done:
             yield range(turn.geometry.layers)
             return
@@ -336,7 +345,7 @@ class Engine:
             wanted += [(prompt, end)] if end > prompt else []
         kv = turn.tensor[:, :, start:end] if received is None else received
         ranges = [(a, b) for a, b in wanted if a < b]
-        staged = assembly.take_out(self._tier, kv, start, ranges, turn.geometry)
+        staged = assembly.take_out(self._tier, kv, start, ranges, turn.geometry, turn.rotations)
         for copied in staged:
             refuse_non_finite(copied)
         turn.staged.update(zip((a for a, _ in ranges), staged, strict=True))

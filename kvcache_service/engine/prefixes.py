@@ -33,7 +33,9 @@ class Prefixes:
         if tokens * geometry.token_bytes > self._memory.tier.budget:
             raise KVCacheError(Code.QUOTA, f"{tokens * geometry.token_bytes} bytes", field="shape", fix="raise host_bytes")
 
-    def put(self, tenant: str, geometry: Geometry, token_ids: tuple[int, ...], kv: Tensor, pin: Pin | None) -> tuple[str, bool]:
+    def put(
+        self, tenant: str, geometry: Geometry, rotations: cpu.Rotations, token_ids: tuple[int, ...], kv: Tensor, pin: Pin | None
+    ) -> tuple[str, bool]:
         """Store exact KV of a prompt prefix. Returns its key and whether the same bytes were there already.
 
         kv: [layers, 2, tokens, kv_heads, head_dim] at positions 0 … tokens − 1. Other bytes under the key: CONFLICT.
@@ -48,7 +50,7 @@ class Prefixes:
             raise invalid("dtype", f"{kv.dtype}", f"send {geometry.dtype}")
         refuse_non_finite(kv)
         tier = self._memory.tier
-        (canonical,) = assembly.take_out(tier, kv, 0, [(0, len(token_ids))], geometry)
+        (canonical,) = assembly.take_out(tier, kv, 0, [(0, len(token_ids))], geometry, rotations)
         key = self._memory.exact_key(Group(tenant, geometry.model_id), tokens_key(token_ids), 0)
         self._memory.promote([key])
         with self._lock:

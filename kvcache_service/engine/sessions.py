@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvcache_service.engine.plan import Plan, Reason, Trial
 from kvcache_service.geometry import Geometry
+from kvcache_service.kernels.cpu import Rotations
 from kvcache_service.prompt import Template
 from kvcache_service.tiers.host import Lease
 from kvcache_service.tiers.shared import Buffer, BufferPool
@@ -99,6 +100,7 @@ class Turn:
     session_id: str
     template: Template
     geometry: Geometry
+    rotations: Rotations
     plan: Plan
     reserve: int
     buffer: Buffer

@@ -53,25 +53,48 @@ class Rotation(NamedTuple):
     interleaved: bool
 
     @classmethod
-    def into_place(cls, rope: Rope, positions: Tensor) -> Rotation:
-        """Turns canonical keys to `positions`."""
-        return cls._of(rope, positions, rope.attention_scaling)
-
-    @classmethod
-    def out_of_place(cls, rope: Rope, positions: Tensor) -> Rotation:
-        """Takes keys at `positions` back to the canonical frame."""
-        return cls._of(rope, -positions, 1.0 / rope.attention_scaling)
-
-    @classmethod
     def by(cls, rope: Rope, shift: int, tokens: int) -> Rotation:
         """Turns every key by `shift` positions, whatever its own."""
-        return cls._of(rope, torch.full((tokens,), shift), 1.0)
+        return cls(*_turns(rope, torch.full((tokens,), shift), 1.0), rope.pairing is Pairing.INTERLEAVED)
 
-    @classmethod
-    def _of(cls, rope: Rope, positions: Tensor, factor: float) -> Rotation:
-        angle = reference.angles(rope, positions)
-        cos, sin = (angle.cos() * factor).float(), (angle.sin() * factor).float()
-        return cls(cos.numpy(), sin.numpy(), rope.pairing is Pairing.INTERLEAVED)
+
+class Rotations:
+    """The rotations of a model to and from positions [0, positions), worked out once: float64 angles cost more than moving KV.
+
+    Two tables of float32 [positions, rotary_dim / 2], four where attention_scaling is not 1.
+    """
+
+    def __init__(self, rope: Rope, positions: int) -> None:
+        self._interleaved = rope.pairing is Pairing.INTERLEAVED
+        every = torch.arange(positions)
+        self._into = _turns(rope, every, rope.attention_scaling)
+        self._out_of = self._into if rope.attention_scaling == 1.0 else _turns(rope, every, 1.0 / rope.attention_scaling)
+
+    def into_place(self, start: int, end: int) -> Rotation:
+        """Turns canonical keys to positions [start, end). Raises ValueError beyond the tables, which loops would read past."""
+        cos, sin = self._into
+        return Rotation(cos[self._within(start, end)], sin[start:end], self._interleaved)
+
+    def to(self, positions: Sequence[int]) -> Rotation:
+        """Turns canonical keys to `positions`."""
+        cos, sin = self._into
+        chosen = list(positions)
+        return Rotation(cos[chosen], sin[chosen], self._interleaved)
+
+    def out_of_place(self, start: int, end: int) -> Rotation:
+        """Takes keys at positions [start, end) back to the canonical frame. Raises ValueError beyond the tables."""
+        cos, sin = self._out_of
+        return Rotation(cos[self._within(start, end)], -sin[start:end], self._interleaved)
+
+    def _within(self, start: int, end: int) -> slice:
+        if not 0 <= start <= end <= len(self._into[0]):
+            raise ValueError(f"positions [{start}, {end}) of {len(self._into[0])}")
+        return slice(start, end)
+
+
+def _turns(rope: Rope, positions: Tensor, factor: float) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    angle = reference.angles(rope, positions)
+    return (angle.cos() * factor).float().numpy(), (angle.sin() * factor).float().numpy()
 
 
 def write(writes: Sequence[LayerWrite], layers: range, size: int) -> None:
@@ -142,7 +165,7 @@ def mapped(out: Tensor, base: KV, weight: Tensor, bias: Tensor, lead: Tensor, ro
     return layer_write
 
 
-def canonicalise(out: Sequence[Tensor], kv: Tensor, first: int, starts: Sequence[int], rope: Rope) -> None:
+def canonicalise(out: Sequence[Tensor], kv: Tensor, first: int, starts: Sequence[int], rotations: Rotations) -> None:
     """Position-free copies of token runs of observed KV: out[i] takes those that begin at position starts[i].
 
     out: [layers, 2, tokens, kv_heads, head_dim] each, in the dtype of kv. first: position of the first column of kv.
@@ -150,8 +173,7 @@ def canonicalise(out: Sequence[Tensor], kv: Tensor, first: int, starts: Sequence
     writes = []
     for target, start in zip(out, starts, strict=True):
         end = start + target.shape[2]
-        rotation = Rotation.out_of_place(rope, torch.arange(start, end))
-        writes.append(plain(target, kv[:, :, start - first : end - first], rotation))
+        writes.append(plain(target, kv[:, :, start - first : end - first], rotations.out_of_place(start, end)))
     write(writes, range(len(kv)), sum(t.nbytes for t in out))
 
 

@@ -127,7 +127,7 @@ def test_cpu_backend_reads_codes(
     weight = torch.randn(layers, 2, heads, dim, dim, generator=draw) * 0.1
     bias = torch.randn(layers, 2, heads, dim, generator=draw)
     positions = torch.arange(tokens) + 1000
-    rotation = cpu.Rotation.into_place(rope, positions)
+    rotation = cpu.Rotations(rope, int(positions.max()) + 1).to(positions.tolist())
     exact = in_float64(base)
     mapped = reference.linear(exact, weight, bias[:, :, None])
     blended = reference.blend(exact, [in_float64(o) for o in offsets], torch.tensor(weights))
@@ -156,7 +156,7 @@ def test_offsets_of_several_kinds_are_added_up() -> None:
     expected[0] = base[0].double()
     out = torch.empty_like(base)
     positions = torch.arange(5)
-    rotation = cpu.Rotation.into_place(ROPE, positions)
+    rotation = cpu.Rotations(ROPE, int(positions.max()) + 1).to(positions.tolist())
     cpu.write([cpu.blended(out, base, offsets, [0.5, 0.25, 0.25], rotation)], range(2), 0)
     placed = reference.place(expected, positions, ROPE)
     assert (out.double() - placed).norm() / placed.norm() <= 4e-3

@@ -23,7 +23,7 @@ before = compiled()
 base = torch.randn(3, 2, 20, 2, 4).to(dtype)
 statistics = RidgeStatistics()
 statistics.add(base, base)
-learned, rotation, out = statistics.map, cpu.Rotation.into_place(rope, torch.arange(20)), torch.empty_like(base)
+learned, rotation, out = statistics.map, cpu.Rotations(rope, 20).into_place(0, 20), torch.empty_like(base)
 writes = [
     cpu.plain(out, base, rotation),
     cpu.blended(out, base, [base], [0.5], rotation),
@@ -31,7 +31,7 @@ writes = [
 ]
 cpu.write(writes, range(3), out.nbytes)
 assert cpu.finite(out)
-cpu.canonicalise([out], base, 0, [0], rope)
+cpu.canonicalise([out], base, 0, [0], cpu.Rotations(rope, 20))
 cpu.shift(base, 3, rope)
 assert sum(before.values()), "nothing was compiled"
 assert compiled() == before, (before, compiled())

@@ -154,7 +154,7 @@ def test_cpu_backend_matches_float64(
     blended = reference.blend(base, offsets, torch.tensor(weights))
     for expected in (mapped, blended):
         expected[0] = base[0].double()  # layer 0 stays at base
-    rotation = cpu.Rotation.into_place(rope, positions)
+    rotation = cpu.Rotations(rope, int(positions.max()) + 1).to(positions.tolist())
     cases = [
         (lambda out: cpu.plain(out, base, rotation), base.double()),
         (lambda out: cpu.blended(out, base, offsets, weights, rotation), blended),
@@ -184,7 +184,7 @@ def test_a_long_segment_is_corrected_in_tiles(dtype: torch.dtype) -> None:
     expected = reference.linear(base, weight, places)
     expected[0] = base[0].double()
     out = torch.empty_like(base)
-    rotation = cpu.Rotation.into_place(rope, torch.arange(tokens))
+    rotation = cpu.Rotations(rope, tokens).into_place(0, tokens)
     cpu.write([cpu.mapped(out, base, weight, bias, lead, rotation)], range(layers), out.nbytes)
     placed = reference.place(expected, torch.arange(tokens), rope)
     error = (out.double() - placed).norm(dim=(-1, -2)) / placed.norm(dim=(-1, -2)).clamp_min(1e-3)
@@ -199,7 +199,7 @@ def test_layers_are_written_in_ranges(tokens: int, size: int) -> None:
     draw = torch.Generator().manual_seed(7)
     base = torch.randn(9, 2, 5, 1, 4, generator=draw)[:, :, :tokens]
     terms = [torch.randn(9, 2, *shape, generator=draw) for shape in ((1, 4, 4), (1, 4), (2, 1, 4))]
-    rotation = cpu.Rotation.into_place(rope, torch.arange(5))
+    rotation = cpu.Rotations(rope, 5).into_place(0, 5)
     for source in (lambda out: cpu.mapped(out, base, *terms, rotation), lambda out: cpu.plain(out, base, rotation)):
         whole, ranges = torch.zeros(2, 9, 2, 6, 1, 4)
         cpu.write([source(whole[:, :, :tokens])], range(9), size)
@@ -215,7 +215,7 @@ def test_values_keep_their_bits(dtype: torch.dtype) -> None:
     rope = Rope("default", (1.0,), 1.0, Pairing.HALF_SPLIT, 2)
     kv = torch.tensor([-0.0, float("nan"), -float("inf"), 1.0], dtype=dtype).repeat(2).reshape(1, 2, 2, 1, 2)
     out = torch.empty_like(kv)
-    cpu.write([cpu.plain(out, kv, cpu.Rotation.into_place(rope, torch.arange(2)))], range(1), 0)
+    cpu.write([cpu.plain(out, kv, cpu.Rotations(rope, 2).into_place(0, 2))], range(1), 0)
     assert out[:, 1].view(torch.uint8).equal(kv[:, 1].view(torch.uint8))
 
 
@@ -259,9 +259,19 @@ def test_canonicalise_on_cpu_matches_float64() -> None:
     kv = as_kv(keys(5, 2, 8))
     positions = torch.arange(5) + 40
     first, second = torch.empty_like(kv[:, :, :2]), torch.empty_like(kv[:, :, 2:])
-    cpu.canonicalise([first, second], kv, 40, [40, 42], rope)
+    cpu.canonicalise([first, second], kv, 40, [40, 42], cpu.Rotations(rope, 45))
     got = torch.cat([first, second], 2).double()
     torch.testing.assert_close(got, reference.canonicalise(kv, positions, rope), rtol=1e-5, atol=1e-6)
+
+
+def test_positions_beyond_the_tables_are_refused() -> None:
+    """The loops read a rotation for every token, whatever there is."""
+    rotations = cpu.Rotations(Rope("default", (1.0,), 1.0, Pairing.HALF_SPLIT, 2), 8)
+    assert len(rotations.into_place(5, 8).cos) == 3
+    for start, end in ((5, 9), (-1, 3)):
+        for turned in (rotations.into_place, rotations.out_of_place):
+            with pytest.raises(ValueError, match="of 8"):
+                turned(start, end)
 
 
 def test_a_whole_model_agrees_after_a_move(model: AutoModelForCausalLM) -> None:

@@ -316,6 +316,7 @@ def test_puts(raw: Raw, refused: Refused) -> None:
     good = bytes(3 * TOKEN_BYTES)
     refused("INVALID", "shape", INVALID, lambda: put(good, tokens=2))
     refused("INVALID", "dtype", INVALID, lambda: put(good[: len(good) // 2], dtype=pb.DTYPE_BFLOAT16))
+    refused("INVALID", "token_ids", INVALID, lambda: put(bytes(65 * TOKEN_BYTES), ids=[9] * 65, tokens=65))  # of 64 positions
     refused("INVALID", "token_ids", INVALID, lambda: put(good, ids=[9, 9, VOCABULARY]))
     refused("INVALID", "data", INVALID, lambda: put(struct.pack("<f", float("inf")) + good[4:]))
     assert not put(good).existed
