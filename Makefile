@@ -10,7 +10,7 @@ demo: $(READY)
 	$(BIN)/kvcache demo $(ARGS)
 
 test: $(READY)
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 check: lint test
 

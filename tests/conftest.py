@@ -18,6 +18,7 @@ from kvcache_service.catalog.embedded import EmbeddedServer
 from kvcache_service.evaluation.service import ServiceProcess
 
 VOCABULARY = 256
+torch.set_num_threads(1)  # tests run side by side, one process per core
 
 
 class Clock:
