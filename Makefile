@@ -4,13 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check lint proto results clean
+.PHONY: demo test fuzz check lint proto results clean
 
 demo: $(READY)
 	$(BIN)/kvcache demo $(ARGS)
 
 test: $(READY)
 	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
+
+# Some fifteen minutes of what no client would send.
+fuzz: $(READY)
+	FUZZ_EXAMPLES=12000 $(BIN)/pytest --timeout 7200 tests/security/test_fuzz.py
 
 check: lint test
 

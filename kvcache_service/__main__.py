@@ -18,11 +18,11 @@ import torch
 from prometheus_client import start_http_server
 
 from kvcache_service.catalog.embedded import EmbeddedServer
-from kvcache_service.catalog.keys import Group
+from kvcache_service.catalog.keys import Group, tenant_of
 from kvcache_service.catalog.store import Catalog, Change, Limits
-from kvcache_service.config import Config, host_budget, refuse_unknown_environment
+from kvcache_service.config import Config, host_budget, refuse_exposure, refuse_unknown_environment
 from kvcache_service.engine.durable import Durable
-from kvcache_service.engine.engine import Engine, EngineSettings
+from kvcache_service.engine.engine import Engine, EngineSettings, Quotas
 from kvcache_service.engine.plan import Reason
 from kvcache_service.engine.planning import PlanSettings
 from kvcache_service.engine.trust import TrustSettings
@@ -30,6 +30,10 @@ from kvcache_service.errors import Code
 from kvcache_service.kernels.codec import Codec
 from kvcache_service.prompt import Policy
 from kvcache_service.quality import Target
+from kvcache_service.rpc import tls
+from kvcache_service.rpc.callers import Tokens
+from kvcache_service.rpc.door import Door
+from kvcache_service.rpc.quotas import RequestRate
 from kvcache_service.rpc.server import Server
 from kvcache_service.telemetry import Telemetry
 from kvcache_service.tiers.disk import DiskTier
@@ -82,6 +86,7 @@ def build_engine(config: Config, url: str, telemetry: Telemetry) -> Engine:
         max_cost_ratio=config.max_cost_ratio,
         coding=None if config.host_codec == "none" else Codec[config.host_codec.upper()],
         trust=trust,
+        quotas=Quotas(config.quota_sessions, config.quota_turns, config.quota_templates, config.quota_models),
     )
     durable = Durable(DiskTier(config.disk_dir, config.disk_bytes) if config.disk_dir is not None else None)
 
@@ -98,12 +103,28 @@ def build_engine(config: Config, url: str, telemetry: Telemetry) -> Engine:
 
     return Engine(
         settings,
-        HostTier(host_budget(config), idle_seconds=config.host_idle_seconds, touch=config.host_touch),
+        HostTier(
+            host_budget(config),
+            owner=tenant_of,
+            share=config.quota_host_bytes,
+            idle_seconds=config.host_idle_seconds,
+            touch=config.host_touch,
+        ),
         catalog,
         SharedDirectory(config.shared_memory_dir, boot_id),
         telemetry,
         boot_id=boot_id,
         durable=durable,
+    )
+
+
+def build_door(config: Config, telemetry: Telemetry) -> Door:
+    """Who may call, and how often."""
+    return Door(
+        Tokens(config.tokens_file) if config.tokens_file is not None else None,
+        certificates=config.tls_client_ca is not None,
+        rate=RequestRate(config.quota_requests_per_second),
+        telemetry=telemetry,
     )
 
 
@@ -117,6 +138,7 @@ def new_telemetry() -> Telemetry:
 
 async def serve(config: Config) -> None:
     """Run until SIGTERM or SIGINT, then drain. Prints one line with the addresses when ready."""
+    refuse_exposure(config)
     telemetry = new_telemetry()
     with contextlib.ExitStack() as stack:
         url = stack.enter_context(_catalog_url(config))
@@ -132,6 +154,8 @@ async def serve(config: Config) -> None:
             listen=config.listen,
             host_id=host_id(),
             shared_memory_dir=config.shared_memory_dir,
+            door=build_door(config, telemetry),
+            tls=tls.Files(config.tls_cert, config.tls_key, config.tls_client_ca) if config.tls_cert and config.tls_key else None,
         )
         metrics = stack.enter_context(_metrics(config, telemetry))
         stop = asyncio.Event()

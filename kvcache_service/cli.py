@@ -10,6 +10,7 @@ from kvcache_service.commands.demo import demo
 from kvcache_service.commands.evaluate import evaluate
 from kvcache_service.commands.serve import serve
 from kvcache_service.commands.status import status
+from kvcache_service.commands.token import token
 
 app = typer.Typer(help="Share KV caches between LLM agents.", no_args_is_help=True, add_completion=False)
 app.command()(serve)
@@ -18,6 +19,7 @@ app.command()(status)
 app.command()(calibrate)
 app.command("eval")(evaluate)
 app.command()(bench)
+app.add_typer(token, name="token")
 
 if __name__ == "__main__":
     app()

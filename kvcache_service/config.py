@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from pathlib import Path
 from typing import Literal
@@ -11,6 +12,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 PREFIX = "KVCACHE_"
 ADDRESS = r"^.+:\d{1,5}$"  # host:port
+CLIENT_PREFIX = "KVCACHE_CLIENT_"  # what commands that call a service read
 
 
 class Config(BaseSettings):
@@ -19,6 +21,21 @@ class Config(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True)
 
     listen: str = Field("127.0.0.1:50051", pattern=ADDRESS, description="gRPC address; port 0 picks a free one")
+    tls_cert: Path | None = Field(None, description="PEM certificate of the service; none: no TLS")
+    tls_key: Path | None = Field(None, description="PEM key of tls_cert")
+    tls_client_ca: Path | None = Field(
+        None, description="PEM certificate of who signs clients' certificates; none: clients need none"
+    )
+    tokens_file: Path | None = Field(None, description="TOML file of bearer tokens; none: no tokens")
+    insecure: bool = Field(
+        False, description="serve other hosts without TLS or without asking who calls, where something else protects the service"
+    )
+    quota_sessions: int | None = Field(None, gt=0, description="sessions that one tenant may hold; none: no limit")
+    quota_turns: int | None = Field(None, gt=0, description="open turns that one tenant may hold; none: no limit")
+    quota_requests_per_second: float | None = Field(None, gt=0, description="calls of one tenant; none: no limit")
+    quota_host_bytes: int | None = Field(None, gt=0, description="host tier bytes that one tenant may hold; none: no limit")
+    quota_templates: int = Field(4096, gt=0, description="templates that one tenant may register")
+    quota_models: int = Field(64, gt=0, description="models that the service registers")
     metrics_listen: str = Field("127.0.0.1:9464", pattern=ADDRESS, description="address of /metrics; port 0 picks a free one")
     redis_url: SecretStr | None = Field(None, description="Redis or Valkey URL; none: an embedded Valkey")
     redis_timeout: float = Field(1.0, gt=0, description="seconds before the metadata store counts as down")
@@ -61,9 +78,39 @@ class Config(BaseSettings):
 def refuse_unknown_environment(environment: dict[str, str]) -> None:
     """Raises ValueError for a KVCACHE_ variable that no setting reads: a typo must not pass silently."""
     known = {PREFIX + name.upper() for name in Config.model_fields}
-    unknown = sorted(name for name in environment if name.startswith(PREFIX) and name not in known)
+    ours = (name for name in environment if name.startswith(PREFIX) and not name.startswith(CLIENT_PREFIX))
+    unknown = sorted(name for name in ours if name not in known)
     if unknown:
         raise ValueError(f"unknown setting {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+
+
+def refuse_exposure(config: Config) -> None:
+    """Raises ValueError where strangers could read or write KV, or where settings of TLS do not fit together."""
+    if (config.tls_cert is None) != (config.tls_key is None):
+        raise ValueError("tls_cert and tls_key belong together; set both or neither")
+    if config.tls_client_ca is not None and config.tls_cert is None:
+        raise ValueError("tls_client_ca is set, but tls_cert is not; clients' certificates need TLS")
+    if config.insecure or is_loopback(config.listen):
+        return
+    if config.tls_cert is None:
+        raise ValueError(
+            f"listen is {config.listen}, which other hosts reach, without TLS; set tls_cert and tls_key, listen on 127.0.0.1, "
+            f"or say {PREFIX}INSECURE=true"
+        )
+    if config.tokens_file is None and config.tls_client_ca is None:
+        raise ValueError(
+            f"listen is {config.listen}, which other hosts reach, and nobody is asked who he is; set tokens_file or "
+            f"tls_client_ca, or say {PREFIX}INSECURE=true"
+        )
+
+
+def is_loopback(address: str) -> bool:
+    """Only this machine reaches it. address: host:port."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def memory_limit() -> int:

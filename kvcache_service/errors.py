@@ -26,20 +26,24 @@ class Code(enum.Enum):
     STATE = enum.auto()
     CATALOG = enum.auto()
     INTERNAL = enum.auto()
+    UNAUTHENTICATED = enum.auto()
+    PERMISSION = enum.auto()
 
 
 class KVCacheError(Exception):
     """A refused request.
 
-    field: the request field at fault ("" when none is); fix: what the caller can do.
+    field: the request field at fault ("" when none is); fix: what the caller can do. retry_after: seconds until the same call
+    may succeed, where that is known.
     Whatever raises it has changed nothing.
     """
 
-    def __init__(self, code: Code, message: str, *, field: str = "", fix: str = "") -> None:
+    def __init__(self, code: Code, message: str, *, field: str = "", fix: str = "", retry_after: float = 0.0) -> None:
         super().__init__(f"{message}{f' ({field})' if field else ''}{f'; {fix}' if fix else ''}")
         self.code = code
         self.field = field
         self.fix = fix
+        self.retry_after = retry_after
 
 
 def invalid(field: str, message: str, fix: str) -> KVCacheError:

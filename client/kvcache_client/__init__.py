@@ -1,7 +1,8 @@
 """Client of the KV-cache service: what an inference worker installs."""
 
 from kvcache_client.client import KVCacheClient
+from kvcache_client.credentials import Credentials
 from kvcache_client.errors import CacheError
 from kvcache_client.turn import Turn
 
-__all__ = ["CacheError", "KVCacheClient", "Turn"]
+__all__ = ["CacheError", "Credentials", "KVCacheClient", "Turn"]

@@ -18,6 +18,7 @@ from kvcache_proto.v1 import kvcache_pb2_grpc
 from kvcache_proto.v1.tensors import frames
 
 from kvcache_client.buffers import Buffers
+from kvcache_client.credentials import PLAIN, Credentials
 from kvcache_client.errors import CacheError, from_rpc
 from kvcache_client.stubs import KVCacheStub, TurnsStub
 from kvcache_client.turn import Turn
@@ -46,14 +47,21 @@ class _Session:
 class KVCacheClient:
     """Speaks kvcache.v1 with one service.
 
-    target: host:port. transport: "auto" takes shared memory on the service's own host, else the stream.
+    target: host:port. credentials: for a service that asks for them. transport: "auto" takes shared memory on the service's own
+    host, else the stream.
     timeout: seconds for any call but the registration of a model, for which a service on a fresh machine compiles. A lost
     service is tried again after a growing pause of at most two seconds, in which calls fail at once; models and templates are
     registered anew by the client itself.
     """
 
     def __init__(
-        self, target: str, *, transport: str = "auto", timeout: float = 10.0, clock: Callable[[], float] = time.monotonic
+        self,
+        target: str,
+        *,
+        credentials: Credentials = PLAIN,
+        transport: str = "auto",
+        timeout: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if transport not in TRANSPORTS:
             raise ValueError(f"transport is {transport!r}; use one of {', '.join(TRANSPORTS)}")
@@ -65,7 +73,7 @@ class KVCacheClient:
             ("grpc.min_reconnect_backoff_ms", 100),
             ("grpc.use_local_subchannel_pool", 1),
         ]
-        self._channel = grpc.insecure_channel(target, options=options)
+        self._channel = credentials.channel(target, options)
         self._kvcache = KVCacheStub(self._channel)
         self._turns = TurnsStub(self._channel)
         self._quality = kvcache_pb2_grpc.QualityStub(self._channel)

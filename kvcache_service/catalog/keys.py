@@ -37,6 +37,11 @@ class Group:
         return f"{self.tag}:turn:{turn_id}"
 
 
+def tenant_of(key: str) -> str:
+    """Whose a key is that begins with a group's tag."""
+    return key.removeprefix(f"{PREFIX}:{{").partition(":")[0]
+
+
 @dataclass(frozen=True, order=True)
 class PoolKey:
     """The anchor pool of one placeholder name; offsets are comparable within one origin only."""

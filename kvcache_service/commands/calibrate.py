@@ -15,7 +15,11 @@ def calibrate(
     dataset: Annotated[
         Path, typer.Option(exists=True, dir_okay=False, help="JSON lines with `question` or `prompt`: traffic like yours.")
     ],
-    target: Annotated[str, typer.Option(help="Address of the running service.")] = "127.0.0.1:50051",
+    target: common.Target = "127.0.0.1:50051",
+    ca: common.Ca = None,
+    certificate: common.Certificate = None,
+    key: common.Key = None,
+    token_file: common.TokenFile = None,
     team_file: Annotated[
         Path | None,
         typer.Option(
@@ -39,9 +43,7 @@ def calibrate(
     """
     import random
 
-    from kvcache_client import KVCacheClient
     from kvcache_client.adapters.transformers import SharedModel
-    from kvcache_client.errors import CacheError
 
     from kvcache_service.evaluation import dataset as data
     from kvcache_service.evaluation import report
@@ -61,14 +63,10 @@ def calibrate(
     random.Random(seed).shuffle(rows)
     screen = common.console()
     loaded, tokenizer = common.load_model(screen, model)
-    try:
-        with KVCacheClient(target) as client, common.Bars(screen) as bars:
-            setting = Agents("calibrate", SharedModel(loaded, tokenizer, client), members, answer_tokens)
-            runner = Runner(setting, [], 0)
-            runner.warm(bars.track(setting.scenes(rows[:warmup], seed), warmup, "warming the pools"))
-            audited = bars.track(setting.scenes(rows[warmup : warmup + questions], seed), questions, "calibrating")
-            fitted = runner.calibrate(audited, lambda t: client.calibrate(t, target_kl=target_kl, target_top1=target_top1))
-    except CacheError as error:
-        typer.echo(f"error: {error.code}: {error}; {error.fix}", err=True)
-        raise typer.Exit(1) from error
+    with common.connected(target, ca, certificate, key, token_file) as client, common.Bars(screen) as bars:
+        setting = Agents("calibrate", SharedModel(loaded, tokenizer, client), members, answer_tokens)
+        runner = Runner(setting, [], 0)
+        runner.warm(bars.track(setting.scenes(rows[:warmup], seed), warmup, "warming the pools"))
+        audited = bars.track(setting.scenes(rows[warmup : warmup + questions], seed), questions, "calibrating")
+        fitted = runner.calibrate(audited, lambda t: client.calibrate(t, target_kl=target_kl, target_top1=target_top1))
     report.show_calibrations(screen, {name: calibration(value) for name, value in fitted.items()})

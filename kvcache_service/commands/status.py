@@ -10,20 +10,18 @@ from kvcache_service.commands import common
 
 
 def status(
-    target: Annotated[str, typer.Option(help="Address of the running service.")] = "127.0.0.1:50051",
+    target: common.Target = "127.0.0.1:50051",
+    ca: common.Ca = None,
+    certificate: common.Certificate = None,
+    key: common.Key = None,
+    token_file: common.TokenFile = None,
     json_output: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
     """Templates of a running service: their slots, calibration and audited quality."""
     from google.protobuf.json_format import MessageToJson
-    from kvcache_client import KVCacheClient
-    from kvcache_client.errors import CacheError
 
-    try:
-        with KVCacheClient(target) as client:
-            reply = client.status()
-    except CacheError as error:
-        typer.echo(f"error: {error.code}: {error}; {error.fix}", err=True)
-        raise typer.Exit(1) from error
+    with common.connected(target, ca, certificate, key, token_file) as client:
+        reply = client.status()
     if json_output:
         typer.echo(MessageToJson(reply, preserving_proto_field_name=True, always_print_fields_with_no_presence=True))
         return

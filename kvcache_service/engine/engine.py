@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import secrets
 import threading
@@ -35,8 +36,20 @@ from kvcache_service.telemetry import SlotReport, Telemetry, TurnReport
 from kvcache_service.tiers.host import HostTier, Pin
 from kvcache_service.tiers.shared import BufferPool, SharedDirectory
 
-Finished = tuple[str, Verdict, Settled]  # tenant, and what the turn was settled with
+audit = logging.getLogger("kvcache.audit")
+Finished = tuple[Verdict, Settled]  # what a turn was settled with
+_RETRY_SECONDS = 1.0  # what is full may have room by then
 _REMEMBERED = 20_000  # finished turns, so that a repeated call gets its first answer
+
+
+@dataclass(frozen=True)
+class Quotas:
+    """What one tenant may hold; None: no limit. models: of the service."""
+
+    sessions: int | None = None
+    turns: int | None = None
+    templates: int = 4096
+    models: int = 64
 
 
 @dataclass(frozen=True)
@@ -50,6 +63,7 @@ class EngineSettings:
     max_cost_ratio: float
     coding: Codec | None  # of stored KV that promises nothing exact
     trust: TrustSettings
+    quotas: Quotas
 
 
 @dataclass(frozen=True)
@@ -98,7 +112,7 @@ class Engine:
         self._templates: dict[tuple[str, str], Template] = {}
         self._sessions: dict[str, Session] = {}
         self._turns: dict[str, Turn] = {}
-        self._finished: OrderedDict[str, Finished | None] = OrderedDict()
+        self._finished: OrderedDict[str, tuple[str, Finished | None]] = OrderedDict()  # tenant, and how it ended
         telemetry.watch(self.gauges)
         telemetry.watch_slots(self.audited_slots)
 
@@ -108,6 +122,8 @@ class Engine:
         session_id = secrets.token_hex(16)
         limit = self.settings.session_bytes
         with self._lock:
+            held = sum(session.tenant == tenant for session in self._sessions.values())
+            _refuse_more("quota_sessions", held, self.settings.quotas.sessions, "sessions", "close sessions")
             self._sessions[session_id] = Session(session_id, tenant, BufferPool(self._shared, limit), BufferPool(None, limit))
         return session_id
 
@@ -134,6 +150,9 @@ class Engine:
     # Registration
 
     def register_model(self, geometry: Geometry) -> str:
+        with self._lock:
+            held = len(self._models.keys() - {geometry.model_id})
+            _refuse_more("quota_models", held, self.settings.quotas.models, "models", "use one that is registered")
         cpu.prepare(geometry.dtype, geometry.rope, geometry.head_dim, self.settings.coding)
         rotations = cpu.Rotations(geometry.rope, self._longest(geometry))
         with self._lock:
@@ -148,6 +167,9 @@ class Engine:
         for ordinal, segment in enumerate(template.segments):
             if isinstance(segment, Fixed):
                 check_tokens(segment.token_ids, geometry.vocab_size, f"segments[{ordinal}].fixed")
+        with self._lock:
+            held = sum(owner == tenant and known != template.template_id for owner, known in self._templates)
+            _refuse_more("quota_templates", held, self.settings.quotas.templates, "templates", "use one that is registered")
         group = Group(tenant, template.model_id)
         first = template.segments[0]
         with self._restoring:
@@ -243,6 +265,8 @@ class Engine:
                     )
                 turn = self._find(tenant, turn_id)
                 return Opened(turn, 0.0, self._trust.probe_limits(turn))
+            held = sum(turn.tenant == tenant for turn in self._turns.values())
+            _refuse_more("quota_turns", held, self.settings.quotas.turns, "open turns", "settle open turns, or prefill")
             plan = planner.plan(spans, contexts, chosen)
             if trial is None:
                 plan = self._weigh_cost(plan, geometry)
@@ -359,14 +383,14 @@ class Engine:
         The same settlement again returns the first result; another one for a settled turn is a STATE error.
         """
         with self._lock:
-            done = self._finished.get(turn_id)
-        if done is not None and done[0] == tenant:
+            owner, done = self._finished.get(turn_id, ("", None))
+        if done is not None and owner == tenant:
             return self._repeat(done, settlement)
         turn = self._find(tenant, turn_id)
         started = self._clock()
         with turn.lock:
             if turn.result is not None and turn.verdict is not None:
-                return self._repeat((tenant, turn.verdict, turn.result), settlement)
+                return self._repeat((turn.verdict, turn.result), settlement)
             if observed is not None:
                 if not turn.buffer.path:
                     raise invalid("observe_tokens", "the turn shares no memory", "send the KV by Observe before")
@@ -385,7 +409,7 @@ class Engine:
             turn.result = Settled(update.candidates, len(update.accepted), tuple(update.refused), committed)
             turn.verdict = settlement.verdict
             turn.phase = Phase.SETTLED
-        self._finish(turn, (turn.tenant, settlement.verdict, turn.result))
+        self._finish(turn, (settlement.verdict, turn.result))
         self._report(turn, settlement)
         self._telemetry.settle.observe(self._clock() - started)
         return turn.result
@@ -394,7 +418,10 @@ class Engine:
         """Give the turn up. False when it was over already."""
         with self._lock:
             turn = self._turns.get(turn_id)
-        if turn is None or turn.tenant != tenant:
+        if turn is None:
+            return False
+        if turn.tenant != tenant:
+            audit.warning("%s would release a turn of another tenant: unknown to him", tenant)
             return False
         self._release(turn)
         return True
@@ -480,6 +507,8 @@ class Engine:
 
     def _session(self, tenant: str, session_id: str) -> Session:
         session = self._sessions.get(session_id)
+        if session is not None and session.tenant != tenant:
+            audit.warning("%s asked for a session of another tenant: unknown to him", tenant)
         if session is None or session.tenant != tenant:
             raise KVCacheError(Code.STALE_BOOT, "unknown session", field="session_id", fix="call Attach, then register again")
         return session
@@ -487,10 +516,12 @@ class Engine:
     def _find(self, tenant: str, turn_id: str) -> Turn:
         with self._lock:
             turn = self._turns.get(turn_id)
-            known = turn_id in self._finished
+            owner, _ = self._finished.get(turn_id, (turn.tenant if turn is not None else "", None))
         if turn is not None and turn.tenant == tenant:
             return turn
-        if known:
+        if owner and owner != tenant:
+            audit.warning("%s asked for a turn of another tenant: unknown to him", tenant)
+        if owner == tenant:
             raise KVCacheError(
                 Code.LEASE_EXPIRED, f"turn {turn_id!r} is over", field="turn_id", fix="prefill, or open a new turn"
             )
@@ -532,11 +563,12 @@ class Engine:
         return committed
 
     def _repeat(self, done: Finished, settlement: Settlement) -> Settled:
-        if done[1] is not settlement.verdict:
+        verdict, settled = done
+        if verdict is not settlement.verdict:
             raise KVCacheError(
-                Code.STATE, f"the turn was settled as {done[1].name.lower()}", field="verdict", fix="settle a turn once"
+                Code.STATE, f"the turn was settled as {verdict.name.lower()}", field="verdict", fix="settle a turn once"
             )
-        return replace(done[2], repeated=True)
+        return replace(settled, repeated=True)
 
     def _release(self, turn: Turn, *, lost: bool = False) -> None:
         """lost: the worker has not said that it is done with the buffer."""
@@ -559,7 +591,7 @@ class Engine:
                 session.requests = {r: known for r, known in session.requests.items() if known[0] != turn.turn_id}
                 pool = session.shared if turn.buffer.path else session.private
                 (pool.discard if lost else pool.give_back)(turn.buffer)
-            self._finished[turn.turn_id] = done
+            self._finished[turn.turn_id] = turn.tenant, done
             while len(self._finished) > _REMEMBERED:
                 self._finished.popitem(last=False)
 
@@ -594,3 +626,8 @@ class Engine:
                 if change.anchor is None:
                     self._memory.drop_anchor(change.pool, change.sample)
         self._durable.keep_anchors(changes)
+
+
+def _refuse_more(quota: str, held: int, limit: int | None, what: str, fix: str) -> None:
+    if limit is not None and held >= limit:
+        raise KVCacheError(Code.BUSY, f"{held} {what} of {limit}", fix=f"{fix}; or raise {quota}", retry_after=_RETRY_SECONDS)

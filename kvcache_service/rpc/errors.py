@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import traceback
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-DETAIL_KEY = "kvcache-error-bin"
+DETAIL_KEY, RETRY_KEY = "kvcache-error-bin", "retry-after-ms"
 
 # code -> (gRPC status, may the same call succeed later?). False means: prefill.
 STATUS: dict[Code, tuple[StatusCode, bool]] = {
@@ -43,6 +44,8 @@ STATUS: dict[Code, tuple[StatusCode, bool]] = {
     Code.STATE: (StatusCode.FAILED_PRECONDITION, False),
     Code.CATALOG: (StatusCode.UNAVAILABLE, True),
     Code.INTERNAL: (StatusCode.INTERNAL, False),
+    Code.UNAUTHENTICATED: (StatusCode.UNAUTHENTICATED, False),
+    Code.PERMISSION: (StatusCode.PERMISSION_DENIED, False),
 }
 
 
@@ -76,4 +79,7 @@ async def _abort(context: Context, telemetry: Telemetry, error: KVCacheError) ->
     telemetry.errors.labels(error.code.name.lower()).inc()
     status, retry = STATUS[error.code]
     detail = pb.ErrorDetail(code=f"ERROR_CODE_{error.code.name}", field=error.field, fix=error.fix, retry=retry)
-    await context.abort(status, str(error), ((DETAIL_KEY, detail.SerializeToString()),))
+    trailing: list[tuple[str, str | bytes]] = [(DETAIL_KEY, detail.SerializeToString())]
+    if error.retry_after:
+        trailing.append((RETRY_KEY, str(math.ceil(1000 * error.retry_after))))
+    await context.abort(status, str(error), tuple(trailing))

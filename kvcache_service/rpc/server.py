@@ -15,8 +15,10 @@ from grpc_reflection.v1alpha import reflection
 from kvcache_proto.v1 import kvcache_pb2 as pb
 
 from kvcache_service.engine.engine import Engine
-from kvcache_service.rpc import methods
+from kvcache_service.rpc import methods, tls
+from kvcache_service.rpc.door import Door
 from kvcache_service.rpc.servicers import KVCacheServicer, QualityServicer, TurnsServicer
+from kvcache_service.rpc.tls import server_credentials
 from kvcache_service.telemetry import Telemetry
 
 _MESSAGE_BYTES = 4 << 20  # a frame, or the token ids of a long prompt
@@ -38,6 +40,8 @@ class Server:
         listen: str,
         host_id: str,
         shared_memory_dir: Path,
+        door: Door,
+        tls: tls.Files | None,
     ) -> None:
         self._engine = engine
         self._executor = executor
@@ -57,12 +61,16 @@ class Server:
             "Quality": QualityServicer(engine, telemetry, executor),
         }
         services = pb.DESCRIPTOR.services_by_name
-        self._server.add_generic_rpc_handlers([methods.handler(services[name], servicers[name]) for name in services])
+        self._server.add_generic_rpc_handlers([methods.handler(services[name], servicers[name], door) for name in services])
         self._health = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = [s.full_name for s in pb.DESCRIPTOR.services_by_name.values()]
-        reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
-        self.port = self._server.add_insecure_port(listen)
+        if not door.guarded:  # strangers need not know what there is
+            names = [s.full_name for s in services.values()]
+            reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
+        if tls is None:
+            self.port = self._server.add_insecure_port(listen)
+        else:
+            self.port = self._server.add_secure_port(listen, server_credentials(tls))
         self._housekeeper: asyncio.Task[None] | None = None
 
     async def start(self) -> None:

@@ -1,4 +1,4 @@
-"""The two services of kvcache.v1. Tensor and metadata work runs in a thread pool, never on the event loop."""
+"""The services of kvcache.v1. Tensor and metadata work runs in a thread pool, never on the event loop."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from kvcache_service.engine.engine import Engine, Opened
 from kvcache_service.engine.sessions import Turn
 from kvcache_service.errors import Code, KVCacheError, invalid
 from kvcache_service.rpc import convert
+from kvcache_service.rpc.callers import Caller
 from kvcache_service.rpc.errors import translated
 from kvcache_service.telemetry import Telemetry
 
 PROTOCOL = 1
 # Of layers that a worker hears of together. Through a stream, the next band is assembled while the last one travels.
 _SHARED_BAND_BYTES, _STREAM_BAND_BYTES = 8 << 20, 2 << 20
-TENANT = "default"  # the identity of callers on a service without authentication
 
 Result = TypeVar("Result")
 
@@ -88,7 +88,7 @@ class KVCacheServicer(_Base):
         self._host_id = host_id
         self._shared_memory_dir = shared_memory_dir
 
-    async def Hello(self, request: pb.HelloRequest, context: Context) -> pb.HelloReply:
+    async def Hello(self, request: pb.HelloRequest, context: Context, caller: Caller) -> pb.HelloReply:
         async with self._translated(context):
             if not request.protocol_min <= PROTOCOL <= request.protocol_max:
                 raise invalid(
@@ -111,8 +111,11 @@ class KVCacheServicer(_Base):
                 shared_memory_dir=str(self._shared_memory_dir),
             )
 
-    async def Attach(self, requests: AsyncIterator[pb.Heartbeat], context: Context) -> AsyncIterator[pb.SessionEvent]:
-        session_id = await self._run(self._engine.open_session, TENANT)
+    async def Attach(
+        self, requests: AsyncIterator[pb.Heartbeat], context: Context, caller: Caller
+    ) -> AsyncIterator[pb.SessionEvent]:
+        async with self._translated(context):
+            session_id = await self._run(self._engine.open_session, caller.tenant)
         try:
             yield pb.SessionEvent(session_id=session_id, boot_id=self._engine.boot_id)
             async for _ in requests:
@@ -121,16 +124,18 @@ class KVCacheServicer(_Base):
             # Shielded: a cancelled call must free its session too.
             await asyncio.shield(self._run(self._engine.close_session, session_id))
 
-    async def RegisterModel(self, request: pb.RegisterModelRequest, context: Context) -> pb.RegisterModelReply:
+    async def RegisterModel(self, request: pb.RegisterModelRequest, context: Context, caller: Caller) -> pb.RegisterModelReply:
         async with self._translated(context):
             return pb.RegisterModelReply(model_id=await self._run(self._engine.register_model, convert.geometry(request)))
 
-    async def RegisterTemplate(self, request: pb.RegisterTemplateRequest, context: Context) -> pb.RegisterTemplateReply:
+    async def RegisterTemplate(
+        self, request: pb.RegisterTemplateRequest, context: Context, caller: Caller
+    ) -> pb.RegisterTemplateReply:
         async with self._translated(context):
-            template_id, missing = await self._run(self._engine.register_template, TENANT, convert.template(request))
+            template_id, missing = await self._run(self._engine.register_template, caller.tenant, convert.template(request))
             return pb.RegisterTemplateReply(template_id=template_id, missing=missing)
 
-    async def Put(self, requests: AsyncIterator[pb.PutRequest | codec.Frame], context: Context) -> pb.PutReply:
+    async def Put(self, requests: AsyncIterator[pb.PutRequest | codec.Frame], context: Context, caller: Caller) -> pb.PutReply:
         async with self._translated(context):
             header = (await _first(requests)).header
             shape = tuple(header.shape)
@@ -138,7 +143,7 @@ class KVCacheServicer(_Base):
             pin, dtype = convert.pin(header.pin), convert.dtype(header.dtype)
             key, existed = await self._run(
                 self._engine.put_prefix,
-                TENANT,
+                caller.tenant,
                 header.model_id,
                 tuple(header.token_ids),
                 await self._received(requests, shape, dtype),
@@ -146,9 +151,9 @@ class KVCacheServicer(_Base):
             )
             return pb.PutReply(key=key, existed=existed)
 
-    async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseReply:
+    async def Release(self, request: pb.ReleaseRequest, context: Context, caller: Caller) -> pb.ReleaseReply:
         async with self._translated(context):
-            return pb.ReleaseReply(released=await self._run(self._engine.release, TENANT, request.turn_id))
+            return pb.ReleaseReply(released=await self._run(self._engine.release, caller.tenant, request.turn_id))
 
 
 class TurnsServicer(_Base):
@@ -158,17 +163,19 @@ class TurnsServicer(_Base):
         super().__init__(engine, telemetry, executor)
         self._settling = settling
 
-    async def OpenTurn(self, request: pb.OpenTurnRequest, context: Context) -> pb.OpenTurnReply:
+    async def OpenTurn(self, request: pb.OpenTurnRequest, context: Context, caller: Caller) -> pb.OpenTurnReply:
         async with self._translated(context):
             if not request.request_id:
                 raise invalid("request_id", "empty", "send a unique id, so that the call can be repeated")
+            if len(request.request_id) > convert.MAX_NAME:
+                raise invalid("request_id", f"{len(request.request_id)} long", f"send at most {convert.MAX_NAME} characters")
             if request.transport not in (pb.TRANSPORT_SHARED_MEMORY, pb.TRANSPORT_STREAM):
                 raise invalid("transport", f"{request.transport}", "send SHARED_MEMORY or STREAM")
             share = request.transport == pb.TRANSPORT_SHARED_MEMORY
             opening = self._run(
                 self._open,
                 share and request.fetch,
-                TENANT,
+                caller.tenant,
                 request.session_id,
                 request.request_id,
                 request.template_id,
@@ -178,7 +185,7 @@ class TurnsServicer(_Base):
                 policy=convert.policy(request.policy),
                 trial=convert.trial(request),
             )
-            opened = await self._or_release(asyncio.ensure_future(opening))
+            opened = await self._or_release(caller.tenant, asyncio.ensure_future(opening))
             return convert.opened(opened, self._engine.settings.lease_seconds)
 
     def _open(self, fetch: bool, tenant: str, *args: Any, **kwargs: Any) -> Opened:
@@ -193,18 +200,20 @@ class TurnsServicer(_Base):
                 raise
         return opened
 
-    async def _or_release(self, opening: asyncio.Future[Opened]) -> Opened:
+    async def _or_release(self, tenant: str, opening: asyncio.Future[Opened]) -> Opened:
         """A client that went away while its turn was opened will never name it: give it up here."""
         try:
             return await asyncio.shield(opening)
         except asyncio.CancelledError:
             opened = await opening
-            await self._run(self._engine.release, TENANT, opened.turn.turn_id)
+            await self._run(self._engine.release, tenant, opened.turn.turn_id)
             raise
 
-    async def FetchTurn(self, request: pb.FetchTurnRequest, context: Context) -> AsyncIterator[pb.FetchTurnReply | bytes]:
+    async def FetchTurn(
+        self, request: pb.FetchTurnRequest, context: Context, caller: Caller
+    ) -> AsyncIterator[pb.FetchTurnReply | bytes]:
         async with self._translated(context):
-            turn = await self._run(self._engine.turn, TENANT, request.turn_id)
+            turn = await self._run(self._engine.turn, caller.tenant, request.turn_id)
             sent, band_bytes = 0, _SHARED_BAND_BYTES if turn.buffer.path else _STREAM_BAND_BYTES
             async for layers in self._ahead(self._engine.assemble(turn, band_bytes)):
                 if turn.buffer.path:
@@ -216,11 +225,18 @@ class TurnsServicer(_Base):
                     yield message
             yield pb.FetchTurnReply(summary=pb.FetchSummary(assembly_seconds=turn.assembly_seconds, bytes=sent))
 
-    async def Observe(self, requests: AsyncIterator[pb.ObserveRequest | codec.Frame], context: Context) -> pb.ObserveReply:
+    async def Observe(
+        self, requests: AsyncIterator[pb.ObserveRequest | codec.Frame], context: Context, caller: Caller
+    ) -> pb.ObserveReply:
         async with self._translated(context):
             header = (await _first(requests)).header
             turn = await self._run(
-                self._engine.check_observation, TENANT, header.turn_id, header.start, header.tokens, convert.dtype(header.dtype)
+                self._engine.check_observation,
+                caller.tenant,
+                header.turn_id,
+                header.start,
+                header.tokens,
+                convert.dtype(header.dtype),
             )
             # Into memory of its own: by the time the last frame is here, the turn's buffer may serve another turn.
             shape = turn.geometry.shape(header.tokens)
@@ -233,10 +249,10 @@ class TurnsServicer(_Base):
             )
             return pb.ObserveReply(bytes=staged)
 
-    async def SettleTurn(self, request: pb.SettleTurnRequest, context: Context) -> pb.SettleTurnReply:
+    async def SettleTurn(self, request: pb.SettleTurnRequest, context: Context, caller: Caller) -> pb.SettleTurnReply:
         async with self._translated(context):
             observed = (request.observe_start, request.observe_tokens) if request.observe_tokens else None
-            settle = partial(self._engine.settle, TENANT, request.turn_id, convert.settlement(request), observed)
+            settle = partial(self._engine.settle, caller.tenant, request.turn_id, convert.settlement(request), observed)
             settled = await asyncio.get_running_loop().run_in_executor(self._settling, settle)
             return pb.SettleTurnReply(
                 repeated=settled.repeated,
@@ -250,20 +266,20 @@ class TurnsServicer(_Base):
 class QualityServicer(_Base):
     """Calibration and audited quality."""
 
-    async def Calibrate(self, request: pb.CalibrateRequest, context: Context) -> pb.CalibrateReply:
+    async def Calibrate(self, request: pb.CalibrateRequest, context: Context, caller: Caller) -> pb.CalibrateReply:
         async with self._translated(context):
             fitted = await self._run(
                 self._engine.calibrate,
-                TENANT,
+                caller.tenant,
                 request.template_id,
                 request.target_kl if request.HasField("target_kl") else None,
                 request.target_top1 if request.HasField("target_top1") else None,
             )
             return pb.CalibrateReply(calibration=convert.calibration(fitted))
 
-    async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
+    async def Status(self, request: pb.StatusRequest, context: Context, caller: Caller) -> pb.StatusReply:
         async with self._translated(context):
-            templates = await self._run(self._engine.status, TENANT)
+            templates = await self._run(self._engine.status, caller.tenant)
             return pb.StatusReply(
                 boot_id=self._engine.boot_id,
                 uptime_seconds=self._engine.uptime(),

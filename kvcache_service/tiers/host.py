@@ -70,15 +70,26 @@ class _Segment(OrderedDict[str, _Entry]):
 class HostTier:
     """Thread-safe. A blob never changes; a removed or evicted blob stays readable for whoever leased it.
 
-    budget: bytes of the arena, which holds blobs and what is being received alike. idle_seconds: what was not used for so
+    budget: bytes of the arena, which holds blobs and what is being received alike. owner: whose a key is; share: bytes that one
+    owner's blobs may hold, whose own are evicted beyond it; None: no limit. idle_seconds: what was not used for so
     long goes; None: never. touch: take all pages of the arena from the system at once. A put that cannot fit raises QUOTA and
     changes nothing.
     """
 
     def __init__(
-        self, budget: int, *, idle_seconds: float | None = None, touch: bool = False, clock: Callable[[], float] = time.monotonic
+        self,
+        budget: int,
+        *,
+        owner: Callable[[str], str] = lambda key: "",
+        share: int | None = None,
+        idle_seconds: float | None = None,
+        touch: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._arena = Arena(budget, touch=touch)
+        self._owner = owner
+        self._share = share
+        self._owned: Counter[str] = Counter()  # owner -> bytes of his blobs
         self._idle_seconds = idle_seconds
         self._clock = clock
         self._lock = threading.Lock()
@@ -104,12 +115,14 @@ class HostTier:
         with self._lock:
             if pin is Pin.HARD:
                 self._refuse_hard(key, blob.nbytes)
+            self._make_share(key, blob.nbytes)
             mine = blob
             if not self._arena.owns(blob):
                 mine = self._empty(blob.shape, blob.dtype)
                 mine.copy_(blob)
             self._drop(key)
             self._segment(pin).add(key, _Entry(mine, self._clock()))
+            self._owned[self._owner(key)] += mine.nbytes
 
     def get(self, key: str) -> Tensor | None:
         """The blob, marked as used; None is a miss."""
@@ -142,6 +155,7 @@ class HostTier:
                 self._refuse_hard(key, entry.blob.nbytes)
             self._drop(key)
             self._segment(pin).add(key, entry)
+            self._owned[self._owner(key)] += entry.blob.nbytes
             return True
 
     def lease(self, keys: Iterable[str]) -> Lease:
@@ -219,6 +233,11 @@ class HostTier:
             assert all(self._arena.owns(blob) for blob in (stored | leased).values())
             assert sum(blob.nbytes for blob in (stored | leased).values()) <= self._arena.used_bytes
             assert all(segment.bytes == sum(entry.blob.nbytes for entry in segment.values()) for segment in self._segments)
+            held = Counter[str]()
+            for segment in self._segments:
+                for key, entry in segment.items():
+                    held[self._owner(key)] += entry.blob.nbytes
+            assert held == self._owned
             assert self._held == Counter(address for lease in self._leases for address in lease.blobs)
             assert self._leased_bytes == sum(blob.nbytes for blob in leased.values())
 
@@ -243,7 +262,9 @@ class HostTier:
 
     def _drop(self, key: str) -> None:
         for segment in self._segments:
-            segment.take(key)
+            entry = segment.take(key)
+            if entry is not None:
+                self._owned[self._owner(key)] -= entry.blob.nbytes
 
     def _leased(self, entry: _Entry) -> bool:
         return entry.blob.data_ptr() in self._held
@@ -262,12 +283,33 @@ class HostTier:
             block = self._arena.take(size)
         return block.view(dtype).view(*shape)
 
-    def _victim(self) -> str | None:
+    def _make_share(self, key: str, size: int) -> None:
+        """Evict the owner's own blobs until one more of `size` bytes is within his share."""
+        if self._share is None:
+            return
+        owner = self._owner(key)
+        while self._owned[owner] + size - self._replaced(key) > self._share:
+            victim = self._victim(lambda other: other != key and self._owner(other) == owner)
+            if victim is None:
+                raise KVCacheError(
+                    Code.QUOTA,
+                    f"the tenant would hold {self._owned[owner] + size} bytes of {self._share}",
+                    fix="end turns that hold leases, unpin, or raise quota_host_bytes",
+                )
+            self._drop(victim)
+            self.evictions += 1
+
+    def _replaced(self, key: str) -> int:
+        entry = self._find(key)
+        return entry.blob.nbytes if entry is not None else 0
+
+    def _victim(self, among: Callable[[str], bool] = lambda key: True) -> str | None:
         ordered = [self._fresh, self._protected]
         if self._fresh.bytes < (1 - PROTECTED) * (self._fresh.bytes + self._protected.bytes):
             ordered.reverse()
         segments = (*ordered, self._pinned[Pin.SOFT])
-        return next((key for segment in segments for key, entry in segment.items() if not self._leased(entry)), None)
+        found = (key for segment in segments for key, entry in segment.items() if among(key) and not self._leased(entry))
+        return next(found, None)
 
     def _refuse_hopeless(self, size: int) -> None:
         """Evict nothing for what cannot fit."""

@@ -99,6 +99,8 @@ class ErrorCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_CODE_STATE: _ClassVar[ErrorCode]
     ERROR_CODE_CATALOG: _ClassVar[ErrorCode]
     ERROR_CODE_INTERNAL: _ClassVar[ErrorCode]
+    ERROR_CODE_UNAUTHENTICATED: _ClassVar[ErrorCode]
+    ERROR_CODE_PERMISSION: _ClassVar[ErrorCode]
 
 class Pin(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -170,6 +172,8 @@ ERROR_CODE_CONFLICT: ErrorCode
 ERROR_CODE_STATE: ErrorCode
 ERROR_CODE_CATALOG: ErrorCode
 ERROR_CODE_INTERNAL: ErrorCode
+ERROR_CODE_UNAUTHENTICATED: ErrorCode
+ERROR_CODE_PERMISSION: ErrorCode
 PIN_UNSPECIFIED: Pin
 PIN_NONE: Pin
 PIN_SOFT: Pin

@@ -1,0 +1,94 @@
+"""Every call passes here: who is it, may he do this, is it his turn. Handlers get the caller and trust it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from kvcache_service.errors import Code, KVCacheError
+from kvcache_service.rpc.callers import ANYONE, Caller, Tokens, from_certificate
+from kvcache_service.rpc.errors import translated
+from kvcache_service.rpc.quotas import RequestRate
+from kvcache_service.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    Context = grpc.aio.ServicerContext[Any, Any]
+
+audit = logging.getLogger("kvcache.audit")
+ADMIN = frozenset({"kvcache.v1.Quality.Calibrate"})  # methods that change what is trusted
+_BEARER = "Bearer "
+
+
+class Door:
+    """tokens: None where nobody needs one. certificates: clients show a verified one."""
+
+    def __init__(self, tokens: Tokens | None, *, certificates: bool, rate: RequestRate, telemetry: Telemetry) -> None:
+        self._tokens = tokens
+        self._certificates = certificates
+        self._rate = rate
+        self._telemetry = telemetry
+
+    @property
+    def guarded(self) -> bool:
+        """Callers have to say who they are."""
+        return self._tokens is not None or self._certificates
+
+    def unary(self, method: str, call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def admitted(request: Any, context: Context) -> Any:
+            return await call(request, context, await self._admit(method, context))
+
+        return admitted
+
+    def stream(self, method: str, call: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
+        async def admitted(request: Any, context: Context) -> AsyncIterator[Any]:
+            caller = await self._admit(method, context)
+            async for reply in call(request, context, caller):
+                yield reply
+
+        return admitted
+
+    async def _admit(self, method: str, context: Context) -> Caller:
+        """Ends the call with UNAUTHENTICATED, PERMISSION or BUSY where it may not go on."""
+        async with translated(context, self._telemetry):
+            name = "unknown"
+            try:
+                caller = self._identify(context)
+                name = f"{caller.tenant}/{caller.name}"
+                if method in ADMIN and not caller.admin:
+                    raise KVCacheError(Code.PERMISSION, "only an admin may do this", fix="call with an admin's credentials")
+                self._rate.take(caller.tenant)
+            except KVCacheError as error:
+                audit.warning("%s %s from %s: refused, %s", name, method, context.peer(), error.code.name.lower())
+                raise
+            if method in ADMIN:
+                audit.info("%s %s from %s: admitted", name, method, context.peer())
+        return caller
+
+    def _identify(self, context: Context) -> Caller:
+        if not self.guarded:
+            return ANYONE
+        secret = _bearer(context)
+        if secret and self._tokens is not None:
+            caller = self._tokens.find(secret)
+        else:
+            caller = (
+                from_certificate(context.auth_context().get("x509_subject_alternative_name", ())) if self._certificates else None
+            )
+        if caller is None:
+            raise KVCacheError(
+                Code.UNAUTHENTICATED,
+                "no token or certificate of a tenant, or one that is unknown or has expired",
+                field="authorization",
+                fix="send metadata `authorization: Bearer TOKEN`, or a certificate that names kvcache://tenant/NAME",
+            )
+        return caller
+
+
+def _bearer(context: Context) -> str:
+    for key, value in context.invocation_metadata() or ():
+        if key == "authorization" and isinstance(value, str) and value.startswith(_BEARER):
+            return value.removeprefix(_BEARER)
+    return ""
