@@ -2,7 +2,7 @@
 
 One thread does all writing, in the order in which it was asked for: what is written later may name what was written before.
 
-File: one line of JSON (key, dtype, shape, bytes, CRC-32), then the raw bytes. A file gets its name only when it is whole, and
+File: one line (its own CRC-32, then JSON: key, dtype, shape, bytes and their CRC-32), then the raw bytes. A file gets its name only when it is whole, and
 a damaged one is a miss and goes. So nothing half-written is ever served, whatever died and when.
 """
 
@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 _SUFFIX, _UNFINISHED = ".kv", ".tmp"
 _CODES = (torch.int8, torch.float8_e4m3fn)  # of coded KV: a blob's dtype says how to read it
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.uint8, *_CODES)}
+_HEAD_BYTES = 64 << 10
 _PENDING_BYTES = 256 << 20  # blobs that wait to be written; more are not taken: a slow disk must not hold memory
 
 
@@ -175,7 +176,7 @@ class DiskTier:
         unfinished = self.directory / (name + _UNFINISHED)
         try:
             with unfinished.open("wb") as file:
-                file.write(json.dumps(head).encode() + b"\n")
+                file.write(_sealed(json.dumps(head).encode()))
                 file.write(data)
             self._stamp(unfinished)
             size = unfinished.stat().st_size
@@ -228,10 +229,18 @@ def _name(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest() + _SUFFIX
 
 
+def _sealed(head: bytes) -> bytes:
+    """The first line of a file: a header that was changed must not say how much memory to take."""
+    return b"%08x %s\n" % (isal_zlib.crc32(head), head)
+
+
 def _read(path: Path, key: str) -> Tensor:
     """Raises OSError or ValueError when the file is not what was written under the key."""
     with path.open("rb") as file:
-        head: dict[str, Any] = json.loads(file.readline())
+        line = file.readline(_HEAD_BYTES)
+        if line != _sealed(line[9:-1]):
+            raise ValueError("the header has changed")
+        head: dict[str, Any] = json.loads(line[9:])
         if head.get("key") != key or head.get("dtype") not in _DTYPES:
             raise ValueError("another blob's header")
         blob = torch.empty(head["shape"], dtype=_DTYPES[head["dtype"]])
