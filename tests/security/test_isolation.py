@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,8 +26,8 @@ class Two(NamedTuple):
     target: str
 
 
-@pytest.fixture
-def two(start_service: Start, tmp_path: Path) -> Iterator[Two]:
+@contextmanager
+def tenants(start_service: Start, tmp_path: Path) -> Iterator[Two]:
     """Clients of tenants a and b; each tenant may register one model."""
     file = tmp_path / "tokens.toml"
     file.write_text(entry("secret-a", "a") + entry("secret-b", "b"))
@@ -36,6 +37,12 @@ def two(start_service: Start, tmp_path: Path) -> Iterator[Two]:
         KVCacheClient(service.target, credentials=Credentials(token="secret-b")) as theirs,
     ):
         yield Two(ours, theirs, service.target)
+
+
+@pytest.fixture
+def two(start_service: Start, tmp_path: Path) -> Iterator[Two]:
+    with tenants(start_service, tmp_path) as found:
+        yield found
 
 
 def test_models_are_a_tenants_own(two: Two) -> None:
@@ -62,7 +69,12 @@ def test_timings_are_a_tenants_own(two: Two) -> None:
     assert scene.plain_template(ours, shape) == template
     for tokens in range(64, 64 * 9, 64):
         turn = theirs.open_turn(template, {"prompt": list(range(tokens))}, reserve_tokens=0)
-        turn.settle(pb.VERDICT_ACCEPTED, finish_reason=pb.FINISH_REASON_LENGTH, ttft=9.0 + tokens, first_forward=9.0 + tokens)
+        turn.settle(
+            pb.VERDICT_ACCEPTED,
+            finish_reason=pb.FINISH_REASON_LENGTH,
+            ttft_seconds=9.0 + tokens,
+            first_forward_seconds=9.0 + tokens,
+        )
     asked = {"prompt": list(range(640))}
     with theirs.open_turn(template, asked, reserve_tokens=0) as turn:
         assert turn.plan.predicted_dense_seconds > 1.0
@@ -70,19 +82,20 @@ def test_timings_are_a_tenants_own(two: Two) -> None:
         assert turn.plan.predicted_dense_seconds == 0.0
 
 
-def test_the_audit_log_tells(two: Two, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_audit_log_tells(start_service: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Who, what, outcome; never a token or an id that would open something."""
-    ours, theirs, target = two
-    template = scene.plain_template(ours)
-    turn = ours.open_turn(template, {"prompt": [1, 2, 3]}, reserve_tokens=0)
-    with pytest.raises(Exception, match=turn.plan.turn_id):
-        theirs._turns.SettleTurn(pb.SettleTurnRequest(turn_id=turn.plan.turn_id, verdict=pb.VERDICT_ABORTED))
-    theirs._kvcache.Release(pb.ReleaseRequest(turn_id=turn.plan.turn_id))
-    with pytest.raises(CacheError):
-        theirs.calibrate(template)
-    with KVCacheClient(target, credentials=Credentials(token="secret-c")) as stranger, pytest.raises(CacheError):
-        stranger.status()
-    turn.settle(pb.VERDICT_ABORTED)
+    # Within the test, since what a fixture starts does not write where capfd reads.
+    with tenants(start_service, tmp_path) as (ours, theirs, target):
+        template = scene.plain_template(ours)
+        turn = ours.open_turn(template, {"prompt": [1, 2, 3]}, reserve_tokens=0)
+        with pytest.raises(Exception, match=turn.plan.turn_id):
+            theirs._turns.SettleTurn(pb.SettleTurnRequest(turn_id=turn.plan.turn_id, verdict=pb.VERDICT_ABORTED))
+        theirs._kvcache.Release(pb.ReleaseRequest(turn_id=turn.plan.turn_id))
+        with pytest.raises(CacheError):
+            theirs.calibrate(template)
+        with KVCacheClient(target, credentials=Credentials(token="secret-c")) as stranger, pytest.raises(CacheError):
+            stranger.status()
+        turn.settle(pb.VERDICT_ABORTED)
     lines = [line for line in capfd.readouterr().err.splitlines() if "kvcache.audit" in line]
     assert len(lines) == 4
     assert re.search(r"\bb asked for a turn of another tenant", lines[0])
