@@ -35,7 +35,7 @@ class Config(BaseSettings):
     quota_requests_per_second: float | None = Field(None, gt=0, description="calls of one tenant; none: no limit")
     quota_host_bytes: int | None = Field(None, gt=0, description="host tier bytes that one tenant may hold; none: no limit")
     quota_templates: int = Field(4096, gt=0, description="templates that one tenant may register")
-    quota_models: int = Field(64, gt=0, description="models that the service registers")
+    quota_models: int = Field(64, gt=0, description="models that one tenant may register")
     metrics_listen: str = Field("127.0.0.1:9464", pattern=ADDRESS, description="address of /metrics; port 0 picks a free one")
     redis_url: SecretStr | None = Field(None, description="Redis or Valkey URL; none: an embedded Valkey")
     redis_timeout: float = Field(1.0, gt=0, description="seconds before the metadata store counts as down")

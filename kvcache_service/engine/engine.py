@@ -44,7 +44,7 @@ _REMEMBERED = 20_000  # finished turns, so that a repeated call gets its first a
 
 @dataclass(frozen=True)
 class Quotas:
-    """What one tenant may hold; None: no limit. models: of the service."""
+    """What one tenant may hold; None: no limit."""
 
     sessions: int | None = None
     turns: int | None = None
@@ -107,7 +107,7 @@ class Engine:
         self._trust = Trust(settings.trust, self._catalog, durable, telemetry, draw)
         self._models: dict[str, Geometry] = {}
         self._rotations: dict[str, cpu.Rotations] = {}
-        self._costs: dict[str, CostModel] = {}
+        self._costs: dict[Group, CostModel] = {}  # also: which tenant has registered which model
         self._groups: set[Group] = set()
         self._templates: dict[tuple[str, str], Template] = {}
         self._sessions: dict[str, Session] = {}
@@ -149,21 +149,22 @@ class Engine:
 
     # Registration
 
-    def register_model(self, geometry: Geometry) -> str:
+    def register_model(self, tenant: str, geometry: Geometry) -> str:
+        group = Group(tenant, geometry.model_id)
         with self._lock:
-            held = len(self._models.keys() - {geometry.model_id})
+            held = sum(known.tenant == tenant and known != group for known in self._costs)
             _refuse_more("quota_models", held, self.settings.quotas.models, "models", "use one that is registered")
         cpu.prepare(geometry.dtype, geometry.rope, geometry.head_dim, self.settings.coding)
         rotations = cpu.Rotations(geometry.rope, self._longest(geometry))
         with self._lock:
             self._models[geometry.model_id] = geometry
             self._rotations[geometry.model_id] = rotations
-            self._costs.setdefault(geometry.model_id, CostModel())
+            self._costs.setdefault(group, CostModel())
         return geometry.model_id
 
     def register_template(self, tenant: str, template: Template) -> tuple[str, list[int]]:
         """Returns the template id and the ordinals of fixed segments without base KV."""
-        geometry = self.model(template.model_id)
+        geometry = self.model(tenant, template.model_id)
         for ordinal, segment in enumerate(template.segments):
             if isinstance(segment, Fixed):
                 check_tokens(segment.token_ids, geometry.vocab_size, f"segments[{ordinal}].fixed")
@@ -200,11 +201,11 @@ class Engine:
             self._templates[group.tenant, template.template_id] = template
         return learned.quality
 
-    def model(self, model_id: str) -> Geometry:
-        geometry = self._models.get(model_id)
-        if geometry is None:
+    def model(self, tenant: str, model_id: str) -> Geometry:
+        """A model that the tenant has registered; whether another one has is not told."""
+        if Group(tenant, model_id) not in self._costs:
             raise KVCacheError(Code.UNKNOWN_MODEL, f"model {model_id!r}", field="model_id", fix="call RegisterModel first")
-        return geometry
+        return self._models[model_id]
 
     def _longest(self, geometry: Geometry) -> int:
         """Tokens of the longest prompt with its reserve."""
@@ -214,16 +215,16 @@ class Engine:
         """Memory of the host tier for KV that is about to be received. Raises QUOTA."""
         return self._tier.empty(shape, dtype)
 
-    def check_put(self, model_id: str, tokens: int, shape: tuple[int, ...]) -> None:
+    def check_put(self, tenant: str, model_id: str, tokens: int, shape: tuple[int, ...]) -> None:
         """Refuse a Put before its bytes are taken in. Raises UNKNOWN_MODEL, INVALID or QUOTA."""
-        geometry = self.model(model_id)
+        geometry = self.model(tenant, model_id)
         self._prefixes.check(geometry, tokens, shape, self._longest(geometry))
 
     def put_prefix(
         self, tenant: str, model_id: str, token_ids: tuple[int, ...], kv: Tensor, pin: Pin | None = None
     ) -> tuple[str, bool]:
         """Store exact KV of a prompt prefix; see Prefixes.put."""
-        return self._prefixes.put(tenant, self.model(model_id), self._rotations[model_id], token_ids, kv, pin)
+        return self._prefixes.put(tenant, self.model(tenant, model_id), self._rotations[model_id], token_ids, kv, pin)
 
     # The turn
 
@@ -269,7 +270,7 @@ class Engine:
             _refuse_more("quota_turns", held, self.settings.quotas.turns, "open turns", "settle open turns, or prefill")
             plan = planner.plan(spans, contexts, chosen)
             if trial is None:
-                plan = self._weigh_cost(plan, geometry)
+                plan = self._weigh_cost(tenant, plan, geometry)
             columns = plan.prompt_tokens + reserve + len(plan.probe)
             buffer = (session.shared if share else session.private).take(columns * geometry.token_bytes)
             turn = Turn(
@@ -535,8 +536,8 @@ class Engine:
         if turn.phase not in phases:
             raise KVCacheError(Code.STATE, f"the turn is {turn.phase.name.lower()}", field="turn_id", fix="open a new turn")
 
-    def _weigh_cost(self, plan: Plan, geometry: Geometry) -> Plan:
-        model = self._costs[geometry.model_id]
+    def _weigh_cost(self, tenant: str, plan: Plan, geometry: Geometry) -> Plan:
+        model = self._costs[Group(tenant, geometry.model_id)]
         exact = sum(len(s.span.token_ids) for s in plan.segments if s.action is Action.EXACT)
         fetched = assembly.fetched_tokens(plan) * geometry.token_bytes
         reuse = model.predict(len(plan.fresh), plan.prompt_tokens, fetched)
@@ -618,7 +619,8 @@ class Engine:
             overhead = max(0.0, settlement.ttft - settlement.first_forward)
             fetched = assembly.fetched_tokens(plan) * geometry.token_bytes
             with self._lock:
-                self._costs[geometry.model_id].report(fresh, plan.prompt_tokens, settlement.first_forward, fetched, overhead)
+                cost = self._costs[Group(turn.tenant, geometry.model_id)]
+                cost.report(fresh, plan.prompt_tokens, settlement.first_forward, fetched, overhead)
 
     def _anchors_changed(self, changes: Sequence[Change]) -> None:
         with self._lock:

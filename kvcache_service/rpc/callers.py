@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import logging
 import os
+import re
 import secrets
 import threading
 import tomllib
@@ -109,7 +110,7 @@ def from_certificate(names: Iterable[bytes]) -> Caller | None:
     for raw in names:
         name = raw.decode(errors="replace")
         kind, _, tenant = name.removeprefix(_URI).partition("/")
-        if name.startswith(_URI) and kind in ("tenant", "admin") and tenant:
+        if name.startswith(_URI) and kind in ("tenant", "admin") and re.fullmatch(NAME, tenant):
             return Caller(name, tenant, kind == "admin")
     return None
 

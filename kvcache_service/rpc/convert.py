@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
-
 import torch
 from kvcache_proto.v1 import kvcache_pb2 as pb
 
@@ -17,8 +15,6 @@ from kvcache_service.prompt import Fixed, Placeholder, Policy, Role, Template
 from kvcache_service.quality import Calibration
 from kvcache_service.tiers.host import Pin
 
-MAX_SEGMENTS = 1024  # of a template, and what comes once for each of them
-MAX_NAME = 256  # characters or bytes
 MAX_EXTENT = 8192  # layers, heads, dimensions of a head
 
 _DTYPES: dict[int, torch.dtype] = {
@@ -35,12 +31,6 @@ _POLICIES: dict[int, Policy] = {
 }
 _PINS: dict[int, Pin] = {pb.PIN_NONE: Pin.NONE, pb.PIN_SOFT: Pin.SOFT, pb.PIN_HARD: Pin.HARD}
 _PAIRINGS: dict[int, Pairing] = {pb.PAIRING_HALF_SPLIT: Pairing.HALF_SPLIT, pb.PAIRING_INTERLEAVED: Pairing.INTERLEAVED}
-
-
-def _bounded(field: str, value: Sized, most: int) -> None:
-    """Raises INVALID for a list or a string that nobody needs so long."""
-    if len(value) > most:
-        raise invalid(field, f"{len(value)} long", f"send at most {most}")
 
 
 def dtype(value: int) -> torch.dtype:
@@ -78,8 +68,6 @@ def geometry(request: pb.RegisterModelRequest) -> Geometry:
     for name in ("layers", "kv_heads", "head_dim"):
         if getattr(request, name) > MAX_EXTENT:
             raise invalid(name, f"{getattr(request, name)}", f"send at most {MAX_EXTENT}")
-    for name in ("name", "weights_digest", "tokenizer_digest"):
-        _bounded(name, getattr(request, name), MAX_NAME)
     if request.rope.pairing not in _PAIRINGS:
         raise invalid("rope.pairing", f"{request.rope.pairing}", "send HALF_SPLIT or INTERLEAVED")
     rope = request.rope
@@ -100,10 +88,6 @@ def geometry(request: pb.RegisterModelRequest) -> Geometry:
 
 
 def template(request: pb.RegisterTemplateRequest) -> Template:
-    _bounded("segments", request.segments, MAX_SEGMENTS)
-    _bounded("produces", request.produces, MAX_NAME)
-    for ordinal, one in enumerate(request.segments):
-        _bounded(f"segments[{ordinal}].placeholder", one.placeholder, MAX_NAME)
     segments: list[Fixed | Placeholder] = []
     for ordinal, segment in enumerate(request.segments):
         kind = segment.WhichOneof("kind")
@@ -116,7 +100,6 @@ def template(request: pb.RegisterTemplateRequest) -> Template:
 
 def samples(request: pb.OpenTurnRequest) -> dict[str, tuple[int, ...]]:
     out: dict[str, tuple[int, ...]] = {}
-    _bounded("samples", request.samples, MAX_SEGMENTS)
     for sample in request.samples:
         if sample.placeholder in out:
             raise invalid("samples", f"{sample.placeholder!r} comes twice", "send one sample per placeholder name")
@@ -196,7 +179,6 @@ def fetch_ranges(turn: Turn) -> list[tuple[int, int]]:
 def settlement(request: pb.SettleTurnRequest) -> Settlement:
     if request.verdict not in (pb.VERDICT_ACCEPTED, pb.VERDICT_REJECTED, pb.VERDICT_ABORTED, pb.VERDICT_AUDITED):
         raise invalid("verdict", f"{request.verdict}", "send ACCEPTED, REJECTED, ABORTED or AUDITED")
-    _bounded("probes", request.probes, MAX_SEGMENTS)
     sent = request.distance
     distance = Distance(sent.kl, sent.top1, sent.tokens) if request.HasField("distance") else None
     return Settlement(

@@ -7,10 +7,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 import grpc
+from google.protobuf.message import Message
 
 from kvcache_service.errors import Code, KVCacheError
 from kvcache_service.rpc.callers import ANYONE, Caller, Tokens, from_certificate
 from kvcache_service.rpc.errors import translated
+from kvcache_service.rpc.limits import refuse_oversized
 from kvcache_service.rpc.quotas import RequestRate
 from kvcache_service.telemetry import Telemetry
 
@@ -38,20 +40,20 @@ class Door:
 
     def unary(self, method: str, call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         async def admitted(request: Any, context: Context) -> Any:
-            return await call(request, context, await self._admit(method, context))
+            return await call(request, context, await self._admit(method, request, context))
 
         return admitted
 
     def stream(self, method: str, call: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
         async def admitted(request: Any, context: Context) -> AsyncIterator[Any]:
-            caller = await self._admit(method, context)
+            caller = await self._admit(method, request, context)
             async for reply in call(request, context, caller):
                 yield reply
 
         return admitted
 
-    async def _admit(self, method: str, context: Context) -> Caller:
-        """Ends the call with UNAUTHENTICATED, PERMISSION or BUSY where it may not go on."""
+    async def _admit(self, method: str, request: Any, context: Context) -> Caller:
+        """Ends the call with UNAUTHENTICATED, PERMISSION, BUSY or INVALID where it may not go on."""
         async with translated(context, self._telemetry):
             name = "unknown"
             try:
@@ -60,6 +62,8 @@ class Door:
                 if method in ADMIN and not caller.admin:
                     raise KVCacheError(Code.PERMISSION, "only an admin may do this", fix="call with an admin's credentials")
                 self._rate.take(caller.tenant)
+                if isinstance(request, Message):  # a stream's header is looked at when it comes
+                    refuse_oversized(request)
             except KVCacheError as error:
                 audit.warning("%s %s from %s: refused, %s", name, method, context.peer(), error.code.name.lower())
                 raise

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
 
 log = logging.getLogger(__name__)
+_MAX_TEXT = 300  # characters of an error's texts: trailing metadata beyond 8 KiB would not arrive
 
 DETAIL_KEY, RETRY_KEY = "kvcache-error-bin", "retry-after-ms"
 
@@ -78,8 +79,10 @@ def _let_go(error: BaseException | None) -> None:
 async def _abort(context: Context, telemetry: Telemetry, error: KVCacheError) -> None:
     telemetry.errors.labels(error.code.name.lower()).inc()
     status, retry = STATUS[error.code]
-    detail = pb.ErrorDetail(code=f"ERROR_CODE_{error.code.name}", field=error.field, fix=error.fix, retry=retry)
+    detail = pb.ErrorDetail(
+        code=f"ERROR_CODE_{error.code.name}", field=error.field[:_MAX_TEXT], fix=error.fix[:_MAX_TEXT], retry=retry
+    )
     trailing: list[tuple[str, str | bytes]] = [(DETAIL_KEY, detail.SerializeToString())]
     if error.retry_after:
         trailing.append((RETRY_KEY, str(math.ceil(1000 * error.retry_after))))
-    await context.abort(status, str(error), tuple(trailing))
+    await context.abort(status, str(error)[:_MAX_TEXT], tuple(trailing))

@@ -24,6 +24,7 @@ from kvcache_service.errors import Code, KVCacheError, invalid
 from kvcache_service.rpc import convert
 from kvcache_service.rpc.callers import Caller
 from kvcache_service.rpc.errors import translated
+from kvcache_service.rpc.limits import refuse_oversized
 from kvcache_service.telemetry import Telemetry
 
 PROTOCOL = 1
@@ -126,7 +127,9 @@ class KVCacheServicer(_Base):
 
     async def RegisterModel(self, request: pb.RegisterModelRequest, context: Context, caller: Caller) -> pb.RegisterModelReply:
         async with self._translated(context):
-            return pb.RegisterModelReply(model_id=await self._run(self._engine.register_model, convert.geometry(request)))
+            return pb.RegisterModelReply(
+                model_id=await self._run(self._engine.register_model, caller.tenant, convert.geometry(request))
+            )
 
     async def RegisterTemplate(
         self, request: pb.RegisterTemplateRequest, context: Context, caller: Caller
@@ -139,7 +142,7 @@ class KVCacheServicer(_Base):
         async with self._translated(context):
             header = (await _first(requests)).header
             shape = tuple(header.shape)
-            await self._run(self._engine.check_put, header.model_id, len(header.token_ids), shape)
+            await self._run(self._engine.check_put, caller.tenant, header.model_id, len(header.token_ids), shape)
             pin, dtype = convert.pin(header.pin), convert.dtype(header.dtype)
             key, existed = await self._run(
                 self._engine.put_prefix,
@@ -167,8 +170,6 @@ class TurnsServicer(_Base):
         async with self._translated(context):
             if not request.request_id:
                 raise invalid("request_id", "empty", "send a unique id, so that the call can be repeated")
-            if len(request.request_id) > convert.MAX_NAME:
-                raise invalid("request_id", f"{len(request.request_id)} long", f"send at most {convert.MAX_NAME} characters")
             if request.transport not in (pb.TRANSPORT_SHARED_MEMORY, pb.TRANSPORT_STREAM):
                 raise invalid("transport", f"{request.transport}", "send SHARED_MEMORY or STREAM")
             share = request.transport == pb.TRANSPORT_SHARED_MEMORY
@@ -301,5 +302,6 @@ async def _first(requests: AsyncIterator[Result | codec.Frame]) -> Result:
     async for request in requests:
         if isinstance(request, codec.Frame) or request.WhichOneof("part") != "header":  # type: ignore[attr-defined]
             break
+        refuse_oversized(request)  # type: ignore[arg-type]
         return request
     raise invalid("header", "the stream does not begin with one", "send the header first")

@@ -2,8 +2,9 @@
 
 One thread does all writing, in the order in which it was asked for: what is written later may name what was written before.
 
-File: one line (its own CRC-32, then JSON: key, dtype, shape, bytes and their CRC-32), then the raw bytes. A file gets its name only when it is whole, and
-a damaged one is a miss and goes. So nothing half-written is ever served, whatever died and when.
+File: one line (its own CRC-32, then JSON: key, dtype, shape, bytes and their CRC-32), then the raw bytes. A file gets its
+name only when it is whole, and a damaged one is a miss and goes. So nothing half-written is ever served, whatever died and
+when.
 """
 
 from __future__ import annotations
