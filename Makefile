@@ -4,13 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check lint proto results clean
+.PHONY: demo test sanitize check lint proto results clean
 
 demo: $(READY)
 	$(BIN)/kvcache demo $(ARGS)
 
 test: $(READY)
 	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
+
+# Where a GPU is: the kernels under NVIDIA's memory checker.
+sanitize: $(READY)
+	compute-sanitizer --error-exitcode 1 $(BIN)/pytest -m gpu tests/cuda/test_host.py $(ARGS)
 
 check: lint test
 

@@ -1,10 +1,11 @@
-"""The CUDA backend on the CPU: kernels from the same source, launcher and streams as on a device, against float64."""
+"""The CUDA backend against float64: on the CPU, from the same source through the same launcher, and on a device where one is."""
 
 from __future__ import annotations
 
 import gc
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,10 +19,10 @@ from kvcache_service.kernels import cpu, reference
 from kvcache_service.kernels.backend import Blend, Job, Linear
 from kvcache_service.kernels.codec import KV, Codec
 from kvcache_service.kernels.cuda.backend import CudaBackend
+from kvcache_service.kernels.cuda.runtime import CupyRuntime, Runtime
 from tests.cuda.shim import HostRuntime
 from tests.kernels.test_codec import coded, in_float64
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 4e-3}
 GUARD = -777.0
 ROPE = Rope("default", (1.0, 0.1), 1.0, Pairing.HALF_SPLIT, 4)
@@ -32,12 +33,25 @@ STORED = st.sampled_from([None, Codec.INT8, Codec.FP8])
 
 
 @pytest.fixture(scope="module")
-def runtime(tmp_path_factory: pytest.TempPathFactory) -> HostRuntime:
-    return HostRuntime(tmp_path_factory.mktemp("shim"))
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where compiled kernels lie."""
+    return tmp_path_factory.mktemp("shim")
+
+
+@pytest.fixture(scope="module", params=["shim", pytest.param("device", marks=pytest.mark.gpu)])
+def runtime(request: pytest.FixtureRequest, folder: Path) -> Runtime:
+    if request.param == "shim":
+        if shutil.which("g++") is None:
+            pytest.skip("g++ is not installed")
+        return HostRuntime(folder)
+    try:
+        return CupyRuntime(0)
+    except RuntimeError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")
-def backend(runtime: HostRuntime) -> Iterator[CudaBackend]:
+def backend(runtime: Runtime) -> Iterator[CudaBackend]:
     made = CudaBackend(runtime, "cuda:0", 1 << 30)
     yield made
     made.resident.check()
@@ -136,7 +150,7 @@ def test_many_bands_share_two_scratch_blocks(backend: CudaBackend) -> None:
     assert (out.double() - placed).norm() / placed.norm() <= 1e-6
 
 
-def test_copies_stay_until_room_is_needed_or_their_host_tensor_goes(runtime: HostRuntime) -> None:
+def test_copies_stay_until_room_is_needed_or_their_host_tensor_goes(runtime: Runtime) -> None:
     base = [numbers(2, 2, 64, 2, 8, seed=i) for i in range(4)]
     size = base[0].nbytes
     tight = CudaBackend(runtime, "cuda:0", 5 * size)
@@ -162,9 +176,9 @@ def test_copies_stay_until_room_is_needed_or_their_host_tensor_goes(runtime: Hos
 
 
 @pytest.mark.parametrize("memory", [1 << 40, 1000])
-def test_a_full_device_is_a_typed_error(tmp_path_factory: pytest.TempPathFactory, runtime: HostRuntime, memory: int) -> None:
+def test_a_full_device_is_a_typed_error(folder: Path, memory: int) -> None:
     """By budget, and by what the device has left."""
-    small = HostRuntime(runtime._folder, size=memory)
+    small = HostRuntime(folder, size=memory)
     tight = CudaBackend(small, "cuda:0", 1000 if memory > 1000 else 1 << 30)
     base, out = numbers(2, 2, 64, 2, 8, seed=1), torch.full((2, 2, 64, 2, 8), GUARD)
     with pytest.raises(KVCacheError, match="device_bytes") as refused:
@@ -177,8 +191,8 @@ def test_a_full_device_is_a_typed_error(tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.mark.parametrize("pinnable", [True, False])
-def test_what_cannot_be_pinned_is_counted(runtime: HostRuntime, pinnable: bool) -> None:
-    own = HostRuntime(runtime._folder, pinnable=pinnable)
+def test_what_cannot_be_pinned_is_counted(folder: Path, pinnable: bool) -> None:
+    own = HostRuntime(folder, pinnable=pinnable)
     made, memory = CudaBackend(own, "cuda:0", 1000), torch.zeros(500, dtype=torch.uint8)
     made.pin(memory)
     assert made.gauges()["kvcache_pageable_bytes"] == (0 if pinnable else 500)
