@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test fuzz check lint proto results clean
+.PHONY: demo test fuzz sanitize check lint proto results clean
 
 demo: $(READY)
 	$(BIN)/kvcache demo $(ARGS)
@@ -15,6 +15,10 @@ test: $(READY)
 # Some fifteen minutes of what no client would send.
 fuzz: $(READY)
 	FUZZ_EXAMPLES=12000 $(BIN)/pytest --timeout 7200 tests/security/test_fuzz.py
+
+# Where a GPU is: the kernels under NVIDIA's memory checker.
+sanitize: $(READY)
+	compute-sanitizer --error-exitcode 1 $(BIN)/pytest -m gpu tests/cuda/test_host.py $(ARGS)
 
 check: lint test
 

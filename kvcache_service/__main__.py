@@ -27,7 +27,10 @@ from kvcache_service.engine.plan import Reason
 from kvcache_service.engine.planning import PlanSettings
 from kvcache_service.engine.trust import TrustSettings
 from kvcache_service.errors import Code
+from kvcache_service.kernels.backend import Backend
 from kvcache_service.kernels.codec import Codec
+from kvcache_service.kernels.cuda.backend import CudaBackend
+from kvcache_service.kernels.cuda.runtime import CupyRuntime, Runtime
 from kvcache_service.prompt import Policy
 from kvcache_service.quality import Target
 from kvcache_service.rpc import tls
@@ -58,7 +61,22 @@ def _catalog_url(config: Config) -> Iterator[str]:
             yield server.url
 
 
-def build_engine(config: Config, url: str, telemetry: Telemetry) -> Engine:
+def build_backend(config: Config, open_device: Callable[[int], Runtime]) -> Backend:
+    """What computes KV. Raises RuntimeError where the configured device does not answer."""
+    if config.device == "cpu":
+        return Backend()
+    index = int(config.device.partition(":")[2] or 0)
+    try:
+        runtime = open_device(index)
+    except RuntimeError as error:
+        if config.device != "auto":
+            raise
+        log.info("computing on the CPU: %s", error)
+        return Backend()
+    return CudaBackend(runtime, f"cuda:{index}", config.device_bytes or runtime.free_bytes() * 4 // 5)
+
+
+def build_engine(config: Config, url: str, telemetry: Telemetry, backend: Backend) -> Engine:
     """Everything below the RPC layer."""
     boot_id = secrets.token_hex(8)
     limits = Limits(bound=config.pool_anchors, window=config.prune_window)
@@ -101,19 +119,22 @@ def build_engine(config: Config, url: str, telemetry: Telemetry) -> Engine:
             on_epoch=on_epoch,
         )
 
+    tier = HostTier(
+        host_budget(config),
+        owner=tenant_of,
+        share=config.quota_host_bytes,
+        idle_seconds=config.host_idle_seconds,
+        touch=config.host_touch,
+    )
+    backend.pin(tier.memory)
     return Engine(
         settings,
-        HostTier(
-            host_budget(config),
-            owner=tenant_of,
-            share=config.quota_host_bytes,
-            idle_seconds=config.host_idle_seconds,
-            touch=config.host_touch,
-        ),
+        tier,
         catalog,
-        SharedDirectory(config.shared_memory_dir, boot_id),
+        SharedDirectory(config.shared_memory_dir, boot_id, backend),
         telemetry,
         boot_id=boot_id,
+        backend=backend,
         durable=durable,
     )
 
@@ -136,13 +157,13 @@ def new_telemetry() -> Telemetry:
     )
 
 
-async def serve(config: Config) -> None:
+async def serve(config: Config, open_device: Callable[[int], Runtime]) -> None:
     """Run until SIGTERM or SIGINT, then drain. Prints one line with the addresses when ready."""
     refuse_exposure(config)
     telemetry = new_telemetry()
     with contextlib.ExitStack() as stack:
         url = stack.enter_context(_catalog_url(config))
-        engine = build_engine(config, url, telemetry)
+        engine = build_engine(config, url, telemetry, build_backend(config, open_device))
         stack.callback(engine.close)
         executor = stack.enter_context(ThreadPoolExecutor(config.threads, thread_name_prefix="engine"))
         settling = stack.enter_context(ThreadPoolExecutor(config.threads, thread_name_prefix="settle"))
@@ -186,13 +207,14 @@ def _masked(url: str) -> str:
     return url.rpartition("@")[2] if "@" in url else url
 
 
-def main(config: Config) -> None:
+def main(config: Config, open_device: Callable[[int], Runtime] = CupyRuntime) -> None:
+    """open_device: gives the GPU of an index, or raises RuntimeError."""
     logging.basicConfig(
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
     )
     torch.set_grad_enabled(False)
     torch.set_num_threads(1)  # turns and layers are what runs side by side
-    asyncio.run(serve(config))
+    asyncio.run(serve(config, open_device))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import typer
 from kvcache_service.commands.bench import bench
 from kvcache_service.commands.calibrate import calibrate
 from kvcache_service.commands.demo import demo
+from kvcache_service.commands.doctor import doctor
 from kvcache_service.commands.evaluate import evaluate
 from kvcache_service.commands.serve import serve
 from kvcache_service.commands.status import status
@@ -16,6 +17,7 @@ app = typer.Typer(help="Share KV caches between LLM agents.", no_args_is_help=Tr
 app.command()(serve)
 app.command()(demo)
 app.command()(status)
+app.command()(doctor)
 app.command()(calibrate)
 app.command("eval")(evaluate)
 app.command()(bench)

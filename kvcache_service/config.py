@@ -48,6 +48,8 @@ class Config(BaseSettings):
     disk_dir: Path | None = Field(None, description="where KV and what was learned outlive the process; none: nowhere")
     disk_bytes: int = Field(16 << 30, gt=0, description="disk tier budget")
     shared_memory_dir: Path = Field(Path("/dev/shm"), description="where session buffers lie")
+    device: str = Field("cpu", pattern=r"^(cpu|auto|cuda(:\d+)?)$", description="where KV is computed; auto: a GPU that answers")
+    device_bytes: int | None = Field(None, gt=0, description="GPU memory to use; none: four fifths of what is free at start")
     session_bytes: int = Field(2 << 30, gt=0, description="buffer bytes that one session may hold")
     max_prompt_tokens: int = Field(32768, gt=0, description="longest prompt plus reserve")
     lease_seconds: float = Field(120.0, gt=0, description="a turn that is not settled by then is released")

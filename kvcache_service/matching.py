@@ -26,13 +26,6 @@ class Match:
         return self.entropy <= self.limit
 
 
-def distances(base: Tensor, candidates: Sequence[Tensor]) -> Tensor:
-    """RMS over all entries of base − candidate, cut to the length of base; float32, one per candidate."""
-    tokens = base.shape[2]
-    means = [torch.nn.functional.mse_loss(base.float(), c[:, :, :tokens].float()) for c in candidates]
-    return torch.stack(means).sqrt()
-
-
 def absolute_distances(base: Tensor, candidates: Sequence[Tensor]) -> Tensor:
     """Mean of |base − candidate|, as the reference code weighs anchors (there per token, K and V apart); float32."""
     tokens = base.shape[2]

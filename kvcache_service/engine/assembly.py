@@ -10,6 +10,7 @@ from torch import Tensor
 from kvcache_service.engine.plan import Blended, Mapped, Plan, Repositioned, SegmentPlan, Source
 from kvcache_service.geometry import Geometry
 from kvcache_service.kernels import codec, cpu
+from kvcache_service.kernels.backend import Backend, Blend, Job, Linear
 from kvcache_service.kernels.codec import KV
 from kvcache_service.tiers.host import HostTier
 
@@ -20,7 +21,7 @@ from kvcache_service.tiers.host import HostTier
 
 
 def assemble(
-    out: Tensor, plan: Plan, geometry: Geometry, rotations: cpu.Rotations, reserve: int, band_bytes: int
+    backend: Backend, out: Tensor, plan: Plan, geometry: Geometry, rotations: cpu.Rotations, reserve: int, band_bytes: int
 ) -> Iterator[range]:
     """Write every reused column once, lowest layers first; yields the layers that have become complete, about `band_bytes`
     at a time.
@@ -28,48 +29,55 @@ def assemble(
     out: the turn's buffer [layers, 2, columns, kv_heads, head_dim].
     """
     probe_column = plan.prompt_tokens + reserve
-    writes = []
+    jobs = []
     for segment in plan.segments:
         if segment.source is None:
             continue
         start, covered = segment.span.start, segment.source.base.shape[2]
-        writes.append(_write(out[:, :, start : start + covered], segment.source, rotations.into_place(start, start + covered)))
+        jobs.append(_job(out[:, :, start : start + covered], segment.source, rotations.into_place(start, start + covered)))
         if segment.probe:
             columns = out[:, :, probe_column : probe_column + len(segment.probe)]
-            writes.append(_write_probe(columns, segment, segment.source.base, rotations))
+            jobs.append(_probe_job(columns, segment, segment.source.base, rotations))
             probe_column += len(segment.probe)
     layer_bytes = fetched_tokens(plan) * geometry.token_bytes // geometry.layers
     step = max(1, min(geometry.layers, band_bytes // max(1, layer_bytes)))
+    write = backend.writer(jobs)
     for first in range(0, geometry.layers, step):
         layers = range(first, min(first + step, geometry.layers))
-        cpu.write(writes, layers, len(layers) * layer_bytes)
+        write(layers, len(layers) * layer_bytes)
         yield layers
 
 
-def _write_probe(columns: Tensor, segment: SegmentPlan, base: KV, rotations: cpu.Rotations) -> cpu.LayerWrite:
+def _probe_job(columns: Tensor, segment: SegmentPlan, base: KV, rotations: cpu.Rotations) -> Job:
     rows = codec.at(base, torch.tensor(segment.probe) - segment.span.start)
-    return cpu.plain(columns, rows, rotations.to(segment.probe))
+    return Job(columns, rows, rotations.to(segment.probe))
 
 
-def _write(out: Tensor, source: Source, rotation: cpu.Rotation) -> cpu.LayerWrite:
+def _job(out: Tensor, source: Source, rotation: cpu.Rotation) -> Job:
     match source:
         case Repositioned(base):
-            return cpu.plain(out, base, rotation)
+            return Job(out, base, rotation)
         case Blended(base, offsets, weights):
-            return cpu.blended(out, base, offsets, weights, rotation)
+            return Job(out, base, rotation, Blend(offsets, weights))
         case Mapped(base, map):
-            return cpu.mapped(out, base, map.weight, map.bias, map.lead, rotation)
+            return Job(out, base, rotation, Linear(map.weight, map.bias, map.lead))
 
 
 def take_out(
-    tier: HostTier, kv: Tensor, first: int, ranges: Sequence[tuple[int, int]], geometry: Geometry, rotations: cpu.Rotations
+    backend: Backend,
+    tier: HostTier,
+    kv: Tensor,
+    first: int,
+    ranges: Sequence[tuple[int, int]],
+    geometry: Geometry,
+    rotations: cpu.Rotations,
 ) -> list[Tensor]:
     """Position-free copies of token ranges [start, end) of observed KV whose first column lies at position `first`.
 
     They lie in memory of the tier. Raises QUOTA when it has none.
     """
     out = [tier.empty(geometry.shape(end - start), geometry.dtype) for start, end in ranges]
-    cpu.canonicalise(out, kv, first, [start for start, _ in ranges], rotations)
+    backend.canonicalise(out, kv, first, [start for start, _ in ranges], rotations)
     return out
 
 

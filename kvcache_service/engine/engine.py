@@ -29,6 +29,7 @@ from kvcache_service.engine.update import Update
 from kvcache_service.errors import Code, KVCacheError, invalid
 from kvcache_service.geometry import Geometry
 from kvcache_service.kernels import cpu
+from kvcache_service.kernels.backend import Backend
 from kvcache_service.kernels.codec import Codec
 from kvcache_service.prompt import Fixed, Policy, Span, Template, check_tokens, chunked, context_keys, lay_out, tokens_key
 from kvcache_service.quality import Calibration
@@ -84,6 +85,7 @@ class Engine:
         shared: SharedDirectory,
         telemetry: Telemetry,
         *,
+        backend: Backend,
         durable: Durable,
         boot_id: str,
         clock: Callable[[], float] = time.monotonic,
@@ -93,6 +95,7 @@ class Engine:
         self.boot_id = boot_id
         self._started = clock()
         self._tier = tier
+        self._backend = backend
         self._shared = shared
         self._telemetry = telemetry
         self._clock = clock
@@ -101,7 +104,7 @@ class Engine:
         self._restoring = threading.Lock()
         self._durable = durable
         self._memory = Memory(tier, durable, settings.coding)
-        self._prefixes = Prefixes(self._memory, self._lock)
+        self._prefixes = Prefixes(self._memory, self._lock, backend)
         self._catalog = catalog(self._anchors_changed, durable.keep_epoch)
         self._catalog_up = True
         self._trust = Trust(settings.trust, self._catalog, durable, telemetry, draw)
@@ -115,6 +118,11 @@ class Engine:
         self._finished: OrderedDict[str, tuple[str, Finished | None]] = OrderedDict()  # tenant, and how it ended
         telemetry.watch(self.gauges)
         telemetry.watch_slots(self.audited_slots)
+
+    @property
+    def device(self) -> str:
+        """Where KV is computed."""
+        return self._backend.device
 
     # Sessions
 
@@ -154,7 +162,7 @@ class Engine:
         with self._lock:
             held = sum(known.tenant == tenant and known != group for known in self._costs)
             _refuse_more("quota_models", held, self.settings.quotas.models, "models", "use one that is registered")
-        cpu.prepare(geometry.dtype, geometry.rope, geometry.head_dim, self.settings.coding)
+        self._backend.prepare(geometry.dtype, geometry.rope, geometry.head_dim, self.settings.coding)
         rotations = cpu.Rotations(geometry.rope, self._longest(geometry))
         with self._lock:
             self._models[geometry.model_id] = geometry
@@ -251,7 +259,9 @@ class Engine:
         spans = self._lay_out(template, geometry, samples, reserve, chosen)
         contexts = context_keys(spans)
         gate = self._trust.gate(tenant, template_id)
-        planner = Planner(self.settings.plan, self._memory, self._catalog.anchors, geometry, tenant, template, gate, trial)
+        planner = Planner(
+            self.settings.plan, self._memory, self._catalog.anchors, geometry, tenant, template, gate, self._backend, trial
+        )
         with self._lock:
             sources = list(planner.sources(spans, contexts, chosen))
         self._memory.promote(sources)
@@ -318,7 +328,9 @@ class Engine:
         with turn.lock:
             self._require(turn, Phase.PLANNED, Phase.ASSEMBLED)
             done = turn.phase is Phase.ASSEMBLED
-            bands = assembly.assemble(turn.tensor, turn.plan, turn.geometry, turn.rotations, turn.reserve, band_bytes)
+            bands = assembly.assemble(
+                self._backend, turn.tensor, turn.plan, turn.geometry, turn.rotations, turn.reserve, band_bytes
+            )
         if done:
             yield range(turn.geometry.layers)
             return
@@ -370,7 +382,7 @@ class Engine:
             wanted += [(prompt, end)] if end > prompt else []
         kv = turn.tensor[:, :, start:end] if received is None else received
         ranges = [(a, b) for a, b in wanted if a < b]
-        staged = assembly.take_out(self._tier, kv, start, ranges, turn.geometry, turn.rotations)
+        staged = assembly.take_out(self._backend, self._tier, kv, start, ranges, turn.geometry, turn.rotations)
         for copied in staged:
             refuse_non_finite(copied)
         turn.staged.update(zip((a for a, _ in ranges), staged, strict=True))
@@ -469,6 +481,7 @@ class Engine:
                     "kvcache_catalog_up": float(self._catalog_up),
                 }
                 | self._durable.gauges()
+                | self._backend.gauges()
                 | self._trust.gauges()
             )
 

@@ -16,6 +16,7 @@ from kvcache_service.engine.plan import Action, Blended, Blending, Mapped, Plan,
 from kvcache_service.engine.records import Base, Offsets, Place, Slot
 from kvcache_service.geometry import Geometry
 from kvcache_service.kernels import codec, cpu
+from kvcache_service.kernels.backend import Backend
 from kvcache_service.kernels.codec import KV
 from kvcache_service.predictor import LinearMap
 from kvcache_service.prompt import Policy, Role, Span, Template, tokens_key
@@ -62,8 +63,10 @@ class Planner:
         tenant: str,
         template: Template,
         gate: Gate,
+        backend: Backend,
         trial: Trial | None = None,
     ) -> None:
+        self._backend = backend
         boundary = settings.boundary if trial is None or trial.boundary is None else trial.boundary
         trailing = settings.trailing if trial is None or trial.trailing is None else trial.trailing
         self._settings = replace(settings, boundary=boundary, trailing=max(1, trailing))
@@ -301,13 +304,14 @@ class Planner:
             return _dense(span, Reason.MISS), None
         weights: tuple[float, ...] = (1.0,)
         if not same:
-            mine = cpu.decoded(own)
-            match = matching.match(matching.distances(mine, others), mine.numel(), options.gamma or self._settings.gamma)
+            distances, entries = self._backend.distances(own, others), own.shape.numel()
+            match = matching.match(distances, entries, options.gamma or self._settings.gamma)
             if not match.decisive:
                 return _dense(span, Reason.ENTROPY), None
             weights = match.weights
             if options.reference_weights:
-                weights = tuple((-matching.absolute_distances(mine, others)).softmax(0).tolist())
+                decoded = [cpu.decoded(other) for other in others]
+                weights = tuple((-matching.absolute_distances(cpu.decoded(own), decoded)).softmax(0).tolist())
         shifts = [h.offsets.start - span.start if options.absolute_frame else 0 for h in chosen]
         keys = [h.offsets.placeholder for h in chosen] if options.placeholder_offsets else []
         placeholder = replace(
@@ -328,9 +332,9 @@ class Planner:
     def _kv(self, key: str) -> KV | None:
         return self._memory.kv(key, self._geometry)
 
-    def _bases_of(self, held: Sequence[_Held]) -> list[Tensor]:
+    def _bases_of(self, held: Sequence[_Held]) -> list[KV]:
         """Bases that are still there, to measure distances."""
-        return [cpu.decoded(kv) for h in held if (kv := self._kv(h.offsets.base)) is not None]
+        return [kv for h in held if (kv := self._kv(h.offsets.base)) is not None]
 
     def _placed(self, base: KV, shift: int) -> KV:
         """Without rotation, keys keep the positions of their origin: `shift` away from where they are written."""
@@ -354,8 +358,7 @@ class Planner:
         others = self._bases_of(held)
         if len(others) < 2:
             return 1.0
-        mine = cpu.decoded(own)
-        return matching.match(matching.distances(mine, others), mine.numel()).entropy / math.log(len(others))
+        return matching.match(self._backend.distances(own, others), own.shape.numel()).entropy / math.log(len(others))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from kvcache_service.engine.memory import LAYER_ZERO_TOLERANCE, Memory
 from kvcache_service.errors import Code, KVCacheError, invalid
 from kvcache_service.geometry import Geometry
 from kvcache_service.kernels import cpu
+from kvcache_service.kernels.backend import Backend
 from kvcache_service.prompt import check_tokens, tokens_key
 from kvcache_service.tiers.host import Pin
 
@@ -20,7 +21,8 @@ from kvcache_service.tiers.host import Pin
 class Prefixes:
     """Thread-safe. lock: the engine's, which guards `memory`."""
 
-    def __init__(self, memory: Memory, lock: threading.RLock) -> None:
+    def __init__(self, memory: Memory, lock: threading.RLock, backend: Backend) -> None:
+        self._backend = backend
         self._memory = memory
         self._lock = lock
 
@@ -50,7 +52,7 @@ class Prefixes:
             raise invalid("dtype", f"{kv.dtype}", f"send {geometry.dtype}")
         refuse_non_finite(kv)
         tier = self._memory.tier
-        (canonical,) = assembly.take_out(tier, kv, 0, [(0, len(token_ids))], geometry, rotations)
+        (canonical,) = assembly.take_out(self._backend, tier, kv, 0, [(0, len(token_ids))], geometry, rotations)
         key = self._memory.exact_key(Group(tenant, geometry.model_id), tokens_key(token_ids), 0)
         self._memory.promote([key])
         with self._lock:

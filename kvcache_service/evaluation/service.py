@@ -15,15 +15,16 @@ _READY = re.compile(r"kvcache ready grpc=(?P<grpc>\S+) metrics=(?P<metrics>\S+) 
 
 
 class ServiceProcess:
-    """`python -m kvcache_service` with the given KVCACHE_ settings over its own defaults; ends with the context."""
+    """`python -m kvcache_service` with the given KVCACHE_ settings over its own defaults; ends with the context.
 
-    def __init__(self, **settings: str) -> None:
+    module: what is run instead, if anything.
+    """
+
+    def __init__(self, *, module: str = "kvcache_service", **settings: str) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("KVCACHE_")}
         environment |= {"KVCACHE_LISTEN": "127.0.0.1:0", "KVCACHE_METRICS_LISTEN": "127.0.0.1:0", "KVCACHE_LOG_LEVEL": "warning"}
         environment |= {f"KVCACHE_{name.upper()}": value for name, value in settings.items()}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "kvcache_service"], env=environment, stdout=subprocess.PIPE, text=True
-        )
+        self.process = subprocess.Popen([sys.executable, "-m", module], env=environment, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         ready = _READY.match(self.process.stdout.readline())
         if ready is None:

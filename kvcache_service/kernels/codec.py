@@ -30,12 +30,16 @@ class Codec(enum.Enum):
 
 @dataclass(frozen=True)
 class Coded:
-    """The parts of a coded blob, which share its memory; tokens may be some of the blob's. dtype: of the KV that was coded."""
+    """The parts of a coded blob, which share its memory; tokens may be some of the blob's. dtype: of the KV that was coded.
+
+    blob: what it was opened from, all of it; None for a part or a copy.
+    """
 
     codes: Tensor
     key_scales: Tensor
     value_scales: Tensor
     dtype: torch.dtype
+    blob: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -111,4 +115,5 @@ def parts(blob: Tensor, model: tuple[int, int, int], dtype: torch.dtype) -> Code
         scales[:keys].view(layers, heads, dim),
         scales[keys:].view(layers, tokens, heads),
         dtype,
+        blob,
     )

@@ -193,6 +193,13 @@ def decoded(kv: KV) -> Tensor:
     return out
 
 
+def distances(base: Tensor, candidates: Sequence[Tensor]) -> Tensor:
+    """RMS over all entries of base − candidate, cut to the length of base; float32, one per candidate."""
+    tokens = base.shape[2]
+    means = [torch.nn.functional.mse_loss(base.float(), c[:, :, :tokens].float()) for c in candidates]
+    return torch.stack(means).sqrt()
+
+
 def finite(kv: Tensor) -> bool:
     """No NaN and no Inf. kv: contiguous."""
     unsigned, exponent = _EXPONENTS[kv.dtype]

@@ -104,7 +104,7 @@ class KVCacheServicer(_Base):
                 protocol=PROTOCOL,
                 boot_id=self._engine.boot_id,
                 version=version("kvcache-service"),
-                device="cpu",
+                device=self._engine.device,
                 transports=transports,
                 frame_bytes=FRAME_BYTES,
                 session_bytes=self._engine.settings.session_bytes,

@@ -54,6 +54,11 @@ class Arena:
         weakref.finalize(block, self._returned.append, (start, wanted)).atexit = False
         return torch.from_numpy(block)
 
+    @property
+    def memory(self) -> Tensor:
+        """All of it, uint8."""
+        return torch.from_numpy(self._region)
+
     def owns(self, tensor: Tensor) -> bool:
         """The tensor lies here."""
         return 0 <= tensor.untyped_storage().data_ptr() - self._region.ctypes.data < max(1, self.size)

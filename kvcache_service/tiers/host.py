@@ -105,6 +105,11 @@ class HostTier:
     def budget(self) -> int:
         return self._arena.size
 
+    @property
+    def memory(self) -> Tensor:
+        """The arena, uint8."""
+        return self._arena.memory
+
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory of the tier, contents undefined; room is made for it. It is free again when its last tensor has gone."""
         with self._lock:

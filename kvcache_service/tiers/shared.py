@@ -12,6 +12,7 @@ import secrets
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -37,10 +38,22 @@ class Buffer:
         return self.bytes[:size].view(dtype).view(shape)
 
 
-class SharedDirectory:
-    """Owns `root/kvcache-<boot>` (mode 0700); removes what dead services left under `root`."""
+class Pinning(Protocol):
+    """Whoever copies to and from host memory quickly once it knows of it."""
 
-    def __init__(self, root: Path, boot_id: str) -> None:
+    def pin(self, memory: Tensor) -> None: ...
+
+    def unpin(self, memory: Tensor) -> None: ...
+
+
+class SharedDirectory:
+    """Owns `root/kvcache-<boot>` (mode 0700); removes what dead services left under `root`.
+
+    pinning: told of every buffer, from its birth until its file goes.
+    """
+
+    def __init__(self, root: Path, boot_id: str, pinning: Pinning | None = None) -> None:
+        self._pinning = pinning
         self.path = root / f"{_PREFIX}{boot_id}"
         self.path.mkdir(mode=0o700, parents=True)
         self._lock = _hold(self.path)
@@ -62,9 +75,14 @@ class SharedDirectory:
             ) from error
         finally:
             os.close(handle)
-        return Buffer(str(path), torch.frombuffer(mapped, dtype=torch.uint8), capacity)
+        buffer = Buffer(str(path), torch.frombuffer(mapped, dtype=torch.uint8), capacity)
+        if self._pinning is not None:
+            self._pinning.pin(buffer.bytes)
+        return buffer
 
     def unlink(self, buffer: Buffer) -> None:
+        if self._pinning is not None:
+            self._pinning.unpin(buffer.bytes)
         Path(buffer.path).unlink(missing_ok=True)
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvcache_service import matching
+from kvcache_service.kernels import cpu
 
 
 def test_weights_are_the_softmax_of_negative_distances() -> None:
@@ -39,4 +40,4 @@ def test_distance_is_rms_over_the_sample_length() -> None:
     base = torch.zeros(2, 2, 3, 1, 4)
     longer = torch.full((2, 2, 5, 1, 4), 2.0)
     longer[:, :, 3:] = 1e6  # beyond the sample: must not count
-    assert matching.distances(base, [longer]).tolist() == pytest.approx([2.0])
+    assert cpu.distances(base, [longer]).tolist() == pytest.approx([2.0])
