@@ -115,7 +115,7 @@ def test_coded_kv_serves_whatever_the_setting_has_become(start_service: Start, m
                 team.warm()
                 said = team.first.run({"question": question(100)}, max_new_tokens=TOKENS)
                 written(service)
-                heads = [json.loads(path.read_bytes().partition(b"\n")[0]) for path in tmp_path.glob("*.kv")]
+                heads = [json.loads(path.read_bytes().partition(b"\n")[0].partition(b" ")[2]) for path in tmp_path.glob("*.kv")]
                 kinds = {(kind, h["dtype"]) for h in heads for kind in ("exact", "base", "offset") if f":{kind}:" in h["key"]}
                 assert kinds == {("exact", "torch.float32"), ("base", "torch.int8"), ("offset", "torch.int8")}
             samples = {"question": question(100), "first": said.token_ids}
