@@ -11,7 +11,7 @@ import enum
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -126,8 +126,7 @@ class HostTier:
                 mine = self._empty(blob.shape, blob.dtype)
                 mine.copy_(blob)
             self._drop(key)
-            self._segment(pin).add(key, _Entry(mine, self._clock()))
-            self._owned[self._owner(key)] += mine.nbytes
+            self._add(key, _Entry(mine, self._clock()), pin)
 
     def get(self, key: str) -> Tensor | None:
         """The blob, marked as used; None is a miss."""
@@ -142,8 +141,7 @@ class HostTier:
     def size(self, key: str) -> int:
         """Bytes under the key; 0 when it is absent."""
         with self._lock:
-            entry = self._find(key)
-            return entry.blob.nbytes if entry is not None else 0
+            return self._stored(key)
 
     def pin(self, key: str, pin: Pin, *, weaken: bool = True) -> bool:
         """Change how a blob is kept; False when it is absent. weaken: also where it is pinned harder already.
@@ -159,8 +157,7 @@ class HostTier:
             if pin is Pin.HARD:
                 self._refuse_hard(key, entry.blob.nbytes)
             self._drop(key)
-            self._segment(pin).add(key, entry)
-            self._owned[self._owner(key)] += entry.blob.nbytes
+            self._add(key, entry, pin)
             return True
 
     def lease(self, keys: Iterable[str]) -> Lease:
@@ -249,8 +246,14 @@ class HostTier:
     def _find(self, key: str) -> _Entry | None:
         return next((segment[key] for segment in self._segments if key in segment), None)
 
-    def _segment(self, pin: Pin) -> _Segment:
-        return self._fresh if pin is Pin.NONE else self._pinned[pin]
+    def _stored(self, key: str) -> int:
+        entry = self._find(key)
+        return entry.blob.nbytes if entry is not None else 0
+
+    def _add(self, key: str, entry: _Entry, pin: Pin) -> None:
+        segment = self._fresh if pin is Pin.NONE else self._pinned[pin]
+        segment.add(key, entry)
+        self._owned[self._owner(key)] += entry.blob.nbytes
 
     def _use(self, key: str) -> _Entry | None:
         """Its first use protects a blob; the least recently used of the protected ones makes room."""
@@ -280,7 +283,7 @@ class HostTier:
         if block is None:
             self._refuse_hopeless(size)
         while block is None:
-            victim = self._victim()
+            victim = next(self._evictable(), None)
             if victim is None:
                 raise _full(size)
             self._drop(victim)
@@ -289,32 +292,35 @@ class HostTier:
         return block.view(dtype).view(*shape)
 
     def _make_share(self, key: str, size: int) -> None:
-        """Evict the owner's own blobs until one more of `size` bytes is within his share."""
+        """Evict the owner's own blobs until one more of `size` bytes is within his share. Raises QUOTA before any has gone."""
         if self._share is None:
             return
         owner = self._owner(key)
-        while self._owned[owner] + size - self._replaced(key) > self._share:
-            victim = self._victim(lambda other: other != key and self._owner(other) == owner)
-            if victim is None:
-                raise KVCacheError(
-                    Code.QUOTA,
-                    f"the tenant would hold {self._owned[owner] + size} bytes of {self._share}",
-                    fix="end turns that hold leases, unpin, or raise quota_host_bytes",
-                )
+        beyond = self._owned[owner] + size - self._stored(key) - self._share
+        victims = []
+        for victim in self._evictable():
+            if beyond <= 0:
+                break
+            if victim != key and self._owner(victim) == owner:
+                victims.append(victim)
+                beyond -= self._stored(victim)
+        if beyond > 0:
+            raise KVCacheError(
+                Code.QUOTA,
+                f"the tenant would hold {self._share + beyond} bytes of {self._share}",
+                fix="end turns that hold leases, unpin, or raise quota_host_bytes",
+            )
+        for victim in victims:
             self._drop(victim)
             self.evictions += 1
 
-    def _replaced(self, key: str) -> int:
-        entry = self._find(key)
-        return entry.blob.nbytes if entry is not None else 0
-
-    def _victim(self, among: Callable[[str], bool] = lambda key: True) -> str | None:
+    def _evictable(self) -> Iterator[str]:
+        """What may go, first what goes first."""
         ordered = [self._fresh, self._protected]
         if self._fresh.bytes < (1 - PROTECTED) * (self._fresh.bytes + self._protected.bytes):
             ordered.reverse()
         segments = (*ordered, self._pinned[Pin.SOFT])
-        found = (key for segment in segments for key, entry in segment.items() if among(key) and not self._leased(entry))
-        return next(found, None)
+        return (key for segment in segments for key, entry in segment.items() if not self._leased(entry))
 
     def _refuse_hopeless(self, size: int) -> None:
         """Evict nothing for what cannot fit."""

@@ -90,16 +90,16 @@ def test_ids_of_another_tenant_are_unknown(two: Two) -> None:
         return caught.value.code(), caught.value.details()
 
     settle = {"verdict": pb.VERDICT_ABORTED}
-    for real in (turn.plan.turn_id,):
-        for make in (
-            lambda i: theirs.SettleTurn(pb.SettleTurnRequest(turn_id=i, **settle)),
-            lambda i: list(theirs.FetchTurn(pb.FetchTurnRequest(turn_id=i))),
-            lambda i: theirs.Observe(
-                iter([pb.ObserveRequest(header=pb.ObserveHeader(turn_id=i, tokens=1, dtype=pb.DTYPE_BFLOAT16))])
-            ),
-        ):
-            status, text = answer(lambda make=make, real=real: make(real))
-            assert (status, text.replace(real, nowhere)) == answer(lambda make=make: make(nowhere))
+    real = turn.plan.turn_id
+    for make in (
+        lambda i: theirs.SettleTurn(pb.SettleTurnRequest(turn_id=i, **settle)),
+        lambda i: list(theirs.FetchTurn(pb.FetchTurnRequest(turn_id=i))),
+        lambda i: theirs.Observe(
+            iter([pb.ObserveRequest(header=pb.ObserveHeader(turn_id=i, tokens=1, dtype=pb.DTYPE_BFLOAT16))])
+        ),
+    ):
+        status, text = answer(lambda make=make: make(real))
+        assert (status, text.replace(real, nowhere)) == answer(lambda make=make: make(nowhere))
     assert not two.theirs._kvcache.Release(pb.ReleaseRequest(turn_id=turn.plan.turn_id)).released
     session = two.ours.connect().session_id
     scene.plain_template(two.theirs)
@@ -193,6 +193,7 @@ def test_a_tenant_evicts_its_own() -> None:
         tier.put("a5", torch.zeros(2100, dtype=torch.uint8))
     assert caught.value.code is Code.QUOTA
     assert "quota_host_bytes" in str(caught.value)
+    assert [tier.has(key) for key in ("a0", "a1", "a4", "b1")] == [True] * 4, "a refused put changes nothing"
     tier.check()
     lease.release()
 
