@@ -22,9 +22,10 @@ from kvcache_service.catalog.keys import Group, tenant_of
 from kvcache_service.catalog.store import Catalog, Change, Limits
 from kvcache_service.config import Config, host_budget, refuse_exposure, refuse_unknown_environment
 from kvcache_service.engine.durable import Durable
-from kvcache_service.engine.engine import Engine, EngineSettings, Quotas
+from kvcache_service.engine.engine import Engine, EngineSettings
 from kvcache_service.engine.plan import Reason
 from kvcache_service.engine.planning import PlanSettings
+from kvcache_service.engine.quotas import Quotas
 from kvcache_service.engine.trust import TrustSettings
 from kvcache_service.errors import Code
 from kvcache_service.kernels.backend import Backend

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from pydantic import ValidationError
 
-from kvcache_service.config import PREFIX, Config, host_budget, memory_limit, refuse_unknown_environment
+from kvcache_service.config import PREFIX, Config, host_budget, memory_limit, refuse_exposure, refuse_unknown_environment
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,8 @@ def examine(environment: dict[str, str]) -> Iterator[Finding]:
     try:
         refuse_unknown_environment(environment)
         config = Config()  # type: ignore[call-arg]
-    except (ValueError, ValidationError) as error:
+        refuse_exposure(config)
+    except ValueError as error:
         yield Finding("settings", str(error), f"correct the {PREFIX} variables")
         return
     yield Finding("settings", "understood")

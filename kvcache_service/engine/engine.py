@@ -23,6 +23,7 @@ from kvcache_service.engine.memory import Memory
 from kvcache_service.engine.plan import Action, Plan, Reason, Trial
 from kvcache_service.engine.planning import Planner, PlanSettings, bypass
 from kvcache_service.engine.prefixes import Prefixes, refuse_non_finite
+from kvcache_service.engine.quotas import Quotas, refuse_more
 from kvcache_service.engine.sessions import Phase, Session, Settled, Settlement, Turn, Verdict
 from kvcache_service.engine.trust import ProbeLimits, TemplateStatus, Trust, TrustSettings
 from kvcache_service.engine.update import Update
@@ -39,18 +40,7 @@ from kvcache_service.tiers.shared import BufferPool, SharedDirectory
 
 audit = logging.getLogger("kvcache.audit")
 Finished = tuple[Verdict, Settled]  # what a turn was settled with
-_RETRY_SECONDS = 1.0  # what is full may have room by then
 _REMEMBERED = 20_000  # finished turns, so that a repeated call gets its first answer
-
-
-@dataclass(frozen=True)
-class Quotas:
-    """What one tenant may hold; None: no limit."""
-
-    sessions: int | None = None
-    turns: int | None = None
-    templates: int = 4096
-    models: int = 64
 
 
 @dataclass(frozen=True)
@@ -130,8 +120,8 @@ class Engine:
         session_id = secrets.token_hex(16)
         limit = self.settings.session_bytes
         with self._lock:
-            held = sum(session.tenant == tenant for session in self._sessions.values())
-            _refuse_more("quota_sessions", held, self.settings.quotas.sessions, "sessions", "close sessions")
+            mine = (session.tenant == tenant for session in self._sessions.values())
+            refuse_more("quota_sessions", self.settings.quotas.sessions, mine, "sessions", "close sessions")
             self._sessions[session_id] = Session(session_id, tenant, BufferPool(self._shared, limit), BufferPool(None, limit))
         return session_id
 
@@ -160,13 +150,16 @@ class Engine:
     def register_model(self, tenant: str, geometry: Geometry) -> str:
         group = Group(tenant, geometry.model_id)
         with self._lock:
-            held = sum(known.tenant == tenant and known != group for known in self._costs)
-            _refuse_more("quota_models", held, self.settings.quotas.models, "models", "use one that is registered")
-        self._backend.prepare(geometry.dtype, geometry.rope, geometry.head_dim, self.settings.coding)
-        rotations = cpu.Rotations(geometry.rope, self._longest(geometry))
+            mine = (known.tenant == tenant and known != group for known in self._costs)
+            refuse_more("quota_models", self.settings.quotas.models, mine, "models", "use one that is registered")
+            known = geometry.model_id in self._models
+        if not known:  # every client that attaches registers its models
+            self._backend.prepare(geometry.dtype, geometry.rope, geometry.head_dim, self.settings.coding)
+            rotations = cpu.Rotations(geometry.rope, self._longest(geometry))
+            with self._lock:
+                self._rotations[geometry.model_id] = rotations
+                self._models[geometry.model_id] = geometry
         with self._lock:
-            self._models[geometry.model_id] = geometry
-            self._rotations[geometry.model_id] = rotations
             self._costs.setdefault(group, CostModel())
         return geometry.model_id
 
@@ -177,8 +170,8 @@ class Engine:
             if isinstance(segment, Fixed):
                 check_tokens(segment.token_ids, geometry.vocab_size, f"segments[{ordinal}].fixed")
         with self._lock:
-            held = sum(owner == tenant and known != template.template_id for owner, known in self._templates)
-            _refuse_more("quota_templates", held, self.settings.quotas.templates, "templates", "use one that is registered")
+            mine = (owner == tenant and known != template.template_id for owner, known in self._templates)
+            refuse_more("quota_templates", self.settings.quotas.templates, mine, "templates", "use one that is registered")
         group = Group(tenant, template.model_id)
         first = template.segments[0]
         with self._restoring:
@@ -276,8 +269,8 @@ class Engine:
                     )
                 turn = self._find(tenant, turn_id)
                 return Opened(turn, 0.0, self._trust.probe_limits(turn))
-            held = sum(turn.tenant == tenant for turn in self._turns.values())
-            _refuse_more("quota_turns", held, self.settings.quotas.turns, "open turns", "settle open turns, or prefill")
+            mine = (turn.tenant == tenant for turn in self._turns.values())
+            refuse_more("quota_turns", self.settings.quotas.turns, mine, "open turns", "settle open turns, or prefill")
             plan = planner.plan(spans, contexts, chosen)
             if trial is None:
                 plan = self._weigh_cost(tenant, plan, geometry)
@@ -641,8 +634,3 @@ class Engine:
                 if change.anchor is None:
                     self._memory.drop_anchor(change.pool, change.sample)
         self._durable.keep_anchors(changes)
-
-
-def _refuse_more(quota: str, held: int, limit: int | None, what: str, fix: str) -> None:
-    if limit is not None and held >= limit:
-        raise KVCacheError(Code.BUSY, f"{held} {what} of {limit}", fix=f"{fix}; or raise {quota}", retry_after=_RETRY_SECONDS)

@@ -15,10 +15,10 @@ from grpc_reflection.v1alpha import reflection
 from kvcache_proto.v1 import kvcache_pb2 as pb
 
 from kvcache_service.engine.engine import Engine
-from kvcache_service.rpc import methods, tls
+from kvcache_service.rpc import methods
 from kvcache_service.rpc.door import Door
 from kvcache_service.rpc.servicers import KVCacheServicer, QualityServicer, TurnsServicer
-from kvcache_service.rpc.tls import server_credentials
+from kvcache_service.rpc.tls import Files, server_credentials
 from kvcache_service.telemetry import Telemetry
 
 _MESSAGE_BYTES = 4 << 20  # a frame, or the token ids of a long prompt
@@ -41,7 +41,7 @@ class Server:
         host_id: str,
         shared_memory_dir: Path,
         door: Door,
-        tls: tls.Files | None,
+        tls: Files | None,
     ) -> None:
         self._engine = engine
         self._executor = executor

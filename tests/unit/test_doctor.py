@@ -33,6 +33,7 @@ def test_all_is_well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, redis_url:
     ("name", "settings", "fix"),
     [
         ("settings", {"hots_bytes": 1}, "KVCACHE_"),
+        ("settings", {"listen": "0.0.0.0:50051"}, "KVCACHE_"),
         ("device", {"device": "cuda"}, "KVCACHE_DEVICE=cpu"),
         ("host memory", {"host_bytes": 1 << 60}, "KVCACHE_HOST_BYTES"),
         ("shared memory", {"session_bytes": 1 << 60}, "KVCACHE_SESSION_BYTES"),

@@ -22,8 +22,8 @@ KERNELS = {
 }
 _BLOCK = 256
 _BLOCKS = 4096  # of a grid: enough for any device, few enough that a thread does more than start
-_TERM = np.dtype([(name, np.int64) for name in ("numbers", "key_scales", "value_scales", "kind", "tokens", "layer", "part")])
-_TERM = np.dtype([*_TERM.descr, ("weight", np.float64)])
+_WORDS = ("numbers", "key_scales", "value_scales", "kind", "tokens", "layer", "part")
+_TERM = np.dtype([*((name, np.int64) for name in _WORDS), ("weight", np.float64)])  # Term of numbers.cuh
 
 
 @dataclass(frozen=True)
