@@ -45,7 +45,6 @@ from kvcache_service.tiers.host import HostTier
 from kvcache_service.tiers.shared import SharedDirectory
 
 log = logging.getLogger("kvcache")
-_GRACE_SECONDS = 10.0
 
 
 def host_id() -> str:
@@ -187,8 +186,8 @@ async def serve(config: Config, open_device: Callable[[int], Runtime]) -> None:
         host = config.listen.rpartition(":")[0]
         print(f"kvcache ready grpc={host}:{server.port} metrics=http://{metrics} catalog={_masked(url)}", flush=True)
         await stop.wait()
-        log.info("draining")
-        await server.drain(_GRACE_SECONDS)
+        log.info("draining: nothing new begins, open turns have %g seconds", config.drain_seconds)
+        await server.drain(config.drain_seconds)
 
 
 @contextlib.contextmanager

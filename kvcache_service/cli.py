@@ -9,6 +9,7 @@ from kvcache_service.commands.calibrate import calibrate
 from kvcache_service.commands.demo import demo
 from kvcache_service.commands.doctor import doctor
 from kvcache_service.commands.evaluate import evaluate
+from kvcache_service.commands.health import health
 from kvcache_service.commands.serve import serve
 from kvcache_service.commands.status import status
 from kvcache_service.commands.token import token
@@ -18,6 +19,7 @@ app.command()(serve)
 app.command()(demo)
 app.command()(status)
 app.command()(doctor)
+app.command()(health)
 app.command()(calibrate)
 app.command("eval")(evaluate)
 app.command()(bench)

@@ -53,6 +53,7 @@ class Config(BaseSettings):
     session_bytes: int = Field(2 << 30, gt=0, description="buffer bytes that one session may hold")
     max_prompt_tokens: int = Field(32768, gt=0, description="longest prompt plus reserve")
     lease_seconds: float = Field(120.0, gt=0, description="a turn that is not settled by then is released")
+    drain_seconds: float = Field(20.0, ge=0, description="time for open turns to end after SIGTERM; none begin then")
     threads: int = Field(8, gt=0, description="worker threads for tensor and metadata work")
     pool_anchors: int = Field(20, ge=2, description="V, anchors per pool")
     prune_window: int = Field(5, ge=1, description="prune the least used among this many oldest anchors")

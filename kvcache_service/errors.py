@@ -28,6 +28,7 @@ class Code(enum.Enum):
     INTERNAL = enum.auto()
     UNAUTHENTICATED = enum.auto()
     PERMISSION = enum.auto()
+    DRAINING = enum.auto()
 
 
 class KVCacheError(Exception):

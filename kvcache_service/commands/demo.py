@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from enum import StrEnum
@@ -42,6 +43,11 @@ def demo(
     ] = None,
     answer_tokens: Annotated[int, typer.Option(min=2, help="Longest answer of an agent, in tokens.")] = 40,
     seed: Annotated[int, typer.Option(help="Order of the questions.")] = 0,
+    target: Annotated[
+        str | None,
+        typer.Option(help="Work for this running service, without measuring: the agents answer question after question."),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=0, help="With --target: times through all questions; 0: until stopped.")] = 1,
     json_path: Annotated[Path, typer.Option("--json", help="Where the figures go.")] = Path("out/demo.json"),
     png: Annotated[Path, typer.Option(help="Where the picture goes.")] = Path("out/demo.png"),
 ) -> None:
@@ -58,6 +64,10 @@ def demo(
         questions = [row.question for row in read_rows(dataset)] if dataset else own_questions()
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--dataset") from error
+    if target is not None:
+        random.Random(seed).shuffle(questions)
+        _work(target, common.load_model(common.console(), model), questions, rounds, agents, transport.value, answer_tokens)
+        return
     needed = warmup + calibration + requests
     if len(questions) < needed:
         raise typer.BadParameter(
@@ -78,6 +88,24 @@ def demo(
     json_path.write_text(json.dumps(report.as_json(policy.value, turns), indent=1))
     report.draw(png, policy.value, turns)
     screen.print(f"figures: {json_path}   picture: {png}")
+
+
+def _work(
+    target: str, loaded: tuple[Any, Any], questions: list[str], rounds: int, agents: int, transport: str, answer_tokens: int
+) -> None:
+    """Live traffic: dense turns teach, idle moments audit, and after enough audits the service calibrates itself."""
+    from kvcache_client import KVCacheClient
+    from kvcache_client.adapters.transformers import SharedModel
+
+    from kvcache_service.demo.run import Team
+    from kvcache_service.evaluation.team import team
+
+    with KVCacheClient(target, transport=transport) as client:
+        players = Team(SharedModel(*loaded, client), team(agents, "full"), answer_tokens)
+        for number in itertools.count(1) if rounds == 0 else range(1, rounds + 1):
+            for question in questions:
+                players.warm(question)
+            typer.echo(f"round {number}: {len(questions)} questions answered")
 
 
 def _run(

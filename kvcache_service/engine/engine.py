@@ -446,6 +446,10 @@ class Engine:
             templates = [t for (owner, _), t in self._templates.items() if owner == tenant]
             return [self._trust.status(tenant, template, self._memory.statistics) for template in templates]
 
+    @property
+    def open_turns(self) -> int:
+        return len(self._turns)
+
     def uptime(self) -> float:
         return self._clock() - self._started
 

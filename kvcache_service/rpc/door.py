@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 audit = logging.getLogger("kvcache.audit")
 ADMIN = frozenset({"kvcache.v1.Quality.Calibrate"})  # methods that change what is trusted
+BEGIN = frozenset({"kvcache.v1.KVCache.Attach", "kvcache.v1.Turns.OpenTurn"})  # what a service that drains does not start
 _BEARER = "Bearer "
 
 
@@ -32,6 +33,11 @@ class Door:
         self._certificates = certificates
         self._rate = rate
         self._telemetry = telemetry
+        self._draining = False
+
+    def drain(self) -> None:
+        """From now on nothing new begins; what has begun may go on to its end."""
+        self._draining = True
 
     @property
     def guarded(self) -> bool:
@@ -53,7 +59,7 @@ class Door:
         return admitted
 
     async def _admit(self, method: str, request: Any, context: Context) -> Caller:
-        """Ends the call with UNAUTHENTICATED, PERMISSION, BUSY or INVALID where it may not go on."""
+        """Ends the call with UNAUTHENTICATED, PERMISSION, DRAINING, BUSY or INVALID where it may not go on."""
         async with translated(context, self._telemetry):
             name = "unknown"
             try:
@@ -61,6 +67,10 @@ class Door:
                 name = f"{caller.tenant}/{caller.name}"
                 if method in ADMIN and not caller.admin:
                     raise KVCacheError(Code.PERMISSION, "only an admin may do this", fix="call with an admin's credentials")
+                if self._draining and method in BEGIN:
+                    raise KVCacheError(
+                        Code.DRAINING, "the service is being stopped", fix="prefill; its successor takes new sessions"
+                    )
                 self._rate.take(caller.tenant)
                 if isinstance(request, Message):  # a stream's header is looked at when it comes
                     refuse_oversized(request)

@@ -47,6 +47,7 @@ STATUS: dict[Code, tuple[StatusCode, bool]] = {
     Code.INTERNAL: (StatusCode.INTERNAL, False),
     Code.UNAUTHENTICATED: (StatusCode.UNAUTHENTICATED, False),
     Code.PERMISSION: (StatusCode.PERMISSION_DENIED, False),
+    Code.DRAINING: (StatusCode.UNAVAILABLE, True),
 }
 
 

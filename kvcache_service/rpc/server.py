@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import Executor
 from pathlib import Path
@@ -23,6 +24,8 @@ from kvcache_service.telemetry import Telemetry
 
 _MESSAGE_BYTES = 4 << 20  # a frame, or the token ids of a long prompt
 _HOUSEKEEPING_SECONDS = 1.0
+_DRAIN_POLL_SECONDS = 0.05
+_LAST_CALLS_SECONDS = 1.0  # for replies on their way when the last turn has ended
 Result = TypeVar("Result")
 SERVICES = ("kvcache.v1.KVCache", "kvcache.v1.Turns", "kvcache.v1.Quality")
 
@@ -45,6 +48,7 @@ class Server:
     ) -> None:
         self._engine = engine
         self._executor = executor
+        self._door = door
         options = [
             ("grpc.max_receive_message_length", _MESSAGE_BYTES),
             ("grpc.max_send_message_length", _MESSAGE_BYTES),
@@ -54,9 +58,9 @@ class Server:
             ("grpc.keepalive_timeout_ms", 10_000),
         ]
         self._server = grpc.aio.server(options=options)
-        kvcache = KVCacheServicer(engine, telemetry, executor, host_id=host_id, shared_memory_dir=shared_memory_dir)
+        self._kvcache = KVCacheServicer(engine, telemetry, executor, host_id=host_id, shared_memory_dir=shared_memory_dir)
         servicers = {
-            "KVCache": kvcache,
+            "KVCache": self._kvcache,
             "Turns": TurnsServicer(engine, telemetry, executor, settling),
             "Quality": QualityServicer(engine, telemetry, executor),
         }
@@ -79,11 +83,17 @@ class Server:
         self._housekeeper = asyncio.create_task(self._keep_house())
 
     async def drain(self, grace: float) -> None:
-        """Report NOT_SERVING, let calls finish for `grace` seconds, stop."""
+        """Report NOT_SERVING, begin nothing new, give open turns `grace` seconds to be settled, end the sessions, stop."""
         await self._health.enter_graceful_shutdown()
+        self._door.drain()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace):
+                while self._engine.open_turns:
+                    await asyncio.sleep(_DRAIN_POLL_SECONDS)
         if self._housekeeper is not None:
             self._housekeeper.cancel()
-        await self._server.stop(grace)
+        self._kvcache.end_sessions()
+        await self._server.stop(_LAST_CALLS_SECONDS)
 
     async def _keep_house(self) -> None:
         while True:

@@ -88,6 +88,11 @@ class KVCacheServicer(_Base):
         super().__init__(engine, telemetry, executor)
         self._host_id = host_id
         self._shared_memory_dir = shared_memory_dir
+        self._over = asyncio.Event()
+
+    def end_sessions(self) -> None:
+        """Every attached worker's stream ends, as if it had left."""
+        self._over.set()
 
     async def Hello(self, request: pb.HelloRequest, context: Context, caller: Caller) -> pb.HelloReply:
         async with self._translated(context):
@@ -119,8 +124,13 @@ class KVCacheServicer(_Base):
             session_id = await self._run(self._engine.open_session, caller.tenant)
         try:
             yield pb.SessionEvent(session_id=session_id, boot_id=self._engine.boot_id)
-            async for _ in requests:
-                pass
+            leaving = asyncio.ensure_future(_exhausted(requests))
+            over = asyncio.ensure_future(self._over.wait())
+            try:
+                await asyncio.wait((leaving, over), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                leaving.cancel()
+                over.cancel()
         finally:
             # Shielded: a cancelled call must free its session too.
             await asyncio.shield(self._run(self._engine.close_session, session_id))
@@ -157,6 +167,11 @@ class KVCacheServicer(_Base):
     async def Release(self, request: pb.ReleaseRequest, context: Context, caller: Caller) -> pb.ReleaseReply:
         async with self._translated(context):
             return pb.ReleaseReply(released=await self._run(self._engine.release, caller.tenant, request.turn_id))
+
+
+async def _exhausted(requests: AsyncIterator[pb.Heartbeat]) -> None:
+    async for _ in requests:
+        pass
 
 
 class TurnsServicer(_Base):

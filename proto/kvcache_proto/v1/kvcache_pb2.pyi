@@ -101,6 +101,7 @@ class ErrorCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_CODE_INTERNAL: _ClassVar[ErrorCode]
     ERROR_CODE_UNAUTHENTICATED: _ClassVar[ErrorCode]
     ERROR_CODE_PERMISSION: _ClassVar[ErrorCode]
+    ERROR_CODE_DRAINING: _ClassVar[ErrorCode]
 
 class Pin(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -174,6 +175,7 @@ ERROR_CODE_CATALOG: ErrorCode
 ERROR_CODE_INTERNAL: ErrorCode
 ERROR_CODE_UNAUTHENTICATED: ErrorCode
 ERROR_CODE_PERMISSION: ErrorCode
+ERROR_CODE_DRAINING: ErrorCode
 PIN_UNSPECIFIED: Pin
 PIN_NONE: Pin
 PIN_SOFT: Pin
