@@ -17,6 +17,7 @@ from wsgiref.simple_server import WSGIServer
 import torch
 from prometheus_client import start_http_server
 
+from kvcache_service.catalog.connection import Connection
 from kvcache_service.catalog.embedded import EmbeddedServer
 from kvcache_service.catalog.keys import Group, tenant_of
 from kvcache_service.catalog.store import Catalog, Change, Limits
@@ -110,11 +111,10 @@ def build_engine(config: Config, url: str, telemetry: Telemetry, backend: Backen
 
     def catalog(on_change: Callable[[Sequence[Change]], None], on_epoch: Callable[[Group, str], None]) -> Catalog:
         return Catalog(
-            url,
+            Connection(url, config.redis_timeout),
             boot_id,
             limits,
             node=durable.node,
-            timeout=config.redis_timeout,
             on_change=on_change,
             on_epoch=on_epoch,
         )

@@ -17,9 +17,8 @@ from importlib import resources
 from typing import Any
 
 import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
+from kvcache_service.catalog.connection import Connection
 from kvcache_service.catalog.keys import Group, PoolKey
 from kvcache_service.errors import Code, KVCacheError
 
@@ -94,19 +93,16 @@ class Catalog:
 
     def __init__(
         self,
-        url: str,
+        connection: Connection,
         holder: str,
         limits: Limits,
         *,
         node: str,
-        timeout: float,
         on_change: Callable[[Sequence[Change]], None],
         on_epoch: Callable[[Group, str], None],
         poll_seconds: float = 0.25,
     ) -> None:
-        self._redis = redis.Redis.from_url(
-            url, socket_timeout=timeout, socket_connect_timeout=timeout, decode_responses=True, retry=Retry(NoBackoff(), 1)
-        )
+        self._connection = connection
         self._node = node
         self._holder = holder
         self._limits = limits
@@ -114,8 +110,8 @@ class Catalog:
         self._on_epoch = on_epoch
         self._poll_seconds = poll_seconds
         scripts = resources.files(__package__)
-        self._settle = self._redis.register_script(scripts.joinpath("settle.lua").read_text())
-        self._claim_script = self._redis.register_script(scripts.joinpath("claim.lua").read_text())
+        self._settle_script = scripts.joinpath("settle.lua").read_text()
+        self._claim_script = scripts.joinpath("claim.lua").read_text()
         self._lock = threading.Lock()
         self._pools: dict[PoolKey, dict[str, Anchor]] = {}
         self._revisions: dict[tuple[PoolKey, str], int] = {}
@@ -181,7 +177,7 @@ class Catalog:
             self._by_key.update({pool.key: pool for pool in pools})
         try:
             keys = [group.turn(commit.turn_id), group.revision, group.events, *(p.key for p in pools)]
-            result = json.loads(self._settle(keys=keys, args=[json.dumps(body)]))
+            result = self._run(self._settle_script, keys, body)
         except redis.RedisError as error:
             raise KVCacheError(
                 Code.CATALOG, f"metadata store did not commit: {error}", fix="nothing was written; later turns propose again"
@@ -197,7 +193,7 @@ class Catalog:
     def put_calibration(self, group: Group, template_id: str, record: str) -> None:
         """Keep a template's calibration for later boots. Raises CATALOG when Redis does not answer in time."""
         try:
-            self._redis.set(group.calibration(template_id), record)
+            self._connection.ask(lambda store: store.set(group.calibration(template_id), record))
         except redis.RedisError as error:
             raise KVCacheError(
                 Code.CATALOG, f"metadata store did not keep the calibration: {error}", fix="calibrate again when it is back"
@@ -206,7 +202,7 @@ class Catalog:
     def calibration(self, group: Group, template_id: str) -> str | None:
         """The kept record; None when there is none or Redis does not answer."""
         try:
-            found: str | None = self._redis.get(group.calibration(template_id))  # type: ignore[assignment]
+            found: str | None = self._connection.ask(lambda store: store.get(group.calibration(template_id)))
         except redis.RedisError as error:
             log.warning("calibration not readable: %s", error)
             return None
@@ -219,14 +215,14 @@ class Catalog:
     def ping(self) -> bool:
         """True when Redis answers within the timeout."""
         try:
-            return bool(self._redis.ping())
+            return bool(self._connection.ask(lambda store: store.ping()))
         except redis.RedisError:
             return False
 
     def close(self) -> None:
         self._stop.set()
         self._reader.join()
-        self._redis.close()
+        self._connection.close()
 
     # Lua encodes an empty array as {}; iterating over either gives nothing.
     def _apply(self, event: Mapping[str, Any]) -> list[Change]:
@@ -267,17 +263,27 @@ class Catalog:
                 groups = list(self._epochs)
             for group in groups:
                 try:
-                    if group in self._unclaimed or self._redis.get(group.epoch) != self._epochs[group]:
+                    if group in self._unclaimed or self._epoch(group) != self._epochs[group]:
                         self._claim(group)
                     self._read_events(group)
                 except redis.RedisError as error:
                     log.debug("catalog not readable: %s", error)
                     break
 
+    def _epoch(self, group: Group) -> str | None:
+        found: str | None = self._connection.ask(lambda store: store.get(group.epoch))
+        return found
+
+    def _run(self, script: str, keys: Sequence[str], body: Mapping[str, Any]) -> Any:
+        """A script's text travels with the call: no server has to have seen it before, whoever is the master now."""
+        return json.loads(self._connection.ask(lambda store: store.eval(script, len(keys), *keys, json.dumps(body))))
+
     def _read_events(self, group: Group) -> None:
         cursor = self._cursors[group]
         after = f"({cursor}" if cursor != "0" else "-"
-        entries: list[tuple[str, dict[str, str]]] = self._redis.xrange(group.events, min=after, count=500)  # type: ignore[assignment]
+        entries: list[tuple[str, dict[str, str]]] = self._connection.ask(
+            lambda store: store.xrange(group.events, min=after, count=500)
+        )
         for entry_id, fields in entries:
             self._apply(json.loads(fields["event"]))
             self._cursors[group] = entry_id
@@ -299,7 +305,7 @@ class Catalog:
             "pools": [[asdict(anchor) | {"slots": sorted(anchor.slots)} for anchor in anchors] for anchors in mine.values()],
         }
         keys = [group.epoch, group.revision, group.events, *(pool.key for pool in mine)]
-        event = json.loads(self._claim_script(keys=keys, args=[json.dumps(body)]))
+        event = self._run(self._claim_script, keys, body)
         with self._lock:
             self._epochs[group], self._cursors[group] = event["epoch"], event["cursor"]
             self._unclaimed.discard(group)

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import redis
 
+from kvcache_service.catalog.connection import Connection
 from kvcache_service.catalog.embedded import EmbeddedServer
 from kvcache_service.catalog.keys import Group, PoolKey
 from kvcache_service.catalog.store import Anchor, Catalog, Change, Commit, Insert, Limits
@@ -63,11 +64,10 @@ def make(redis_url: str) -> Iterator[Callable[..., Catalog]]:
     ) -> Catalog:
         watcher = told or Told()
         catalog = Catalog(
-            url,
+            Connection(url, 2.0),
             holder,
             limits or Limits(),
             node=node or f"node of {holder}",
-            timeout=2.0,
             on_change=watcher.changed,
             on_epoch=watcher.moved,
             poll_seconds=0.02,
