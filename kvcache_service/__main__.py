@@ -17,6 +17,7 @@ from wsgiref.simple_server import WSGIServer
 import torch
 from prometheus_client import start_http_server
 
+from kvcache_service import logs
 from kvcache_service.catalog.embedded import EmbeddedServer
 from kvcache_service.catalog.keys import Group, tenant_of
 from kvcache_service.catalog.store import Catalog, Change, Limits
@@ -209,9 +210,7 @@ def _masked(url: str) -> str:
 
 def main(config: Config, open_device: Callable[[int], Runtime] = CupyRuntime) -> None:
     """open_device: gives the GPU of an index, or raises RuntimeError."""
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
-    )
+    logs.configure(config.log_level, config.log_format, sys.stderr)
     torch.set_grad_enabled(False)
     torch.set_num_threads(1)  # turns and layers are what runs side by side
     asyncio.run(serve(config, open_device))

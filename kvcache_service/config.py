@@ -76,6 +76,9 @@ class Config(BaseSettings):
     calibration_audits: int = Field(24, ge=6, description="audits after which a template calibrates itself")
     max_cost_ratio: float = Field(1.0, gt=0, description="predicted reuse over predicted dense time that stops reuse")
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$")
+    log_format: Literal["text", "json"] = Field(
+        "text", description="json: one object a line, with call, tenant, session and turn"
+    )
 
 
 def refuse_unknown_environment(environment: dict[str, str]) -> None:

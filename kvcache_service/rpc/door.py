@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from google.protobuf.message import Message
 
+from kvcache_service import logs
 from kvcache_service.errors import Code, KVCacheError
 from kvcache_service.rpc.callers import ANYONE, Caller, Tokens, from_certificate
 from kvcache_service.rpc.errors import translated
@@ -60,11 +61,13 @@ class Door:
 
     async def _admit(self, method: str, request: Any, context: Context) -> Caller:
         """Ends the call with UNAUTHENTICATED, PERMISSION, DRAINING, BUSY or INVALID where it may not go on."""
+        logs.about(method=method)
         async with translated(context, self._telemetry):
             name = "unknown"
             try:
                 caller = self._identify(context)
                 name = f"{caller.tenant}/{caller.name}"
+                logs.about(tenant=caller.tenant, session_id=_named(request, "session_id"), turn_id=_named(request, "turn_id"))
                 if method in ADMIN and not caller.admin:
                     raise KVCacheError(Code.PERMISSION, "only an admin may do this", fix="call with an admin's credentials")
                 if self._draining and method in BEGIN:
@@ -75,7 +78,8 @@ class Door:
                 if isinstance(request, Message):  # a stream's header is looked at when it comes
                     refuse_oversized(request)
             except KVCacheError as error:
-                audit.warning("%s %s from %s: refused, %s", name, method, context.peer(), error.code.name.lower())
+                code = error.code.name.lower()
+                audit.warning("%s %s from %s: refused, %s", name, method, context.peer(), code, extra={"code": code})
                 raise
             if method in ADMIN:
                 audit.info("%s %s from %s: admitted", name, method, context.peer())
@@ -99,6 +103,11 @@ class Door:
                 fix="send metadata `authorization: Bearer TOKEN`, or a certificate that names kvcache://tenant/NAME",
             )
         return caller
+
+
+def _named(request: Any, field: str) -> str:
+    """What a request says of its turn or session; a stream says it in its header, later."""
+    return str(getattr(request, field, ""))
 
 
 def _bearer(context: Context) -> str:

@@ -78,7 +78,9 @@ def _let_go(error: BaseException | None) -> None:
 
 
 async def _abort(context: Context, telemetry: Telemetry, error: KVCacheError) -> None:
-    telemetry.errors.labels(error.code.name.lower()).inc()
+    code = error.code.name.lower()
+    telemetry.errors.labels(code).inc()
+    log.debug("refused: %s", code, extra={"code": code})
     status, retry = STATUS[error.code]
     detail = pb.ErrorDetail(
         code=f"ERROR_CODE_{error.code.name}", field=error.field[:_MAX_TEXT], fix=error.fix[:_MAX_TEXT], retry=retry

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager
+from contextvars import copy_context
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -18,6 +20,7 @@ from kvcache_proto.v1 import kvcache_pb2 as pb
 from kvcache_proto.v1.tensors import FRAME_BYTES, FrameError, FrameWriter, frames, ranges
 from torch import Tensor
 
+from kvcache_service import logs
 from kvcache_service.engine.engine import Engine, Opened
 from kvcache_service.engine.sessions import Turn
 from kvcache_service.errors import Code, KVCacheError, invalid
@@ -27,6 +30,7 @@ from kvcache_service.rpc.errors import translated
 from kvcache_service.rpc.limits import refuse_oversized
 from kvcache_service.telemetry import Telemetry
 
+log = logging.getLogger(__name__)
 PROTOCOL = 1
 # Of layers that a worker hears of together. Through a stream, the next band is assembled while the last one travels.
 _SHARED_BAND_BYTES, _STREAM_BAND_BYTES = 8 << 20, 2 << 20
@@ -44,7 +48,7 @@ class _Base:
         self._executor = executor
 
     async def _run(self, call: Callable[..., Result], *args: object, **kwargs: object) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, partial(call, *args, **kwargs))
+        return await _within(self._executor, partial(call, *args, **kwargs))
 
     async def _ahead(self, work: Iterator[Result]) -> AsyncIterator[Result]:
         """The items of `work`, made by the thread pool; the next one is made while the last one is used."""
@@ -122,6 +126,8 @@ class KVCacheServicer(_Base):
     ) -> AsyncIterator[pb.SessionEvent]:
         async with self._translated(context):
             session_id = await self._run(self._engine.open_session, caller.tenant)
+            logs.about(session_id=session_id)
+            log.debug("attached")
         try:
             yield pb.SessionEvent(session_id=session_id, boot_id=self._engine.boot_id)
             leaving = asyncio.ensure_future(_exhausted(requests))
@@ -202,11 +208,14 @@ class TurnsServicer(_Base):
                 trial=convert.trial(request),
             )
             opened = await self._or_release(caller.tenant, asyncio.ensure_future(opening))
+            logs.about(turn_id=opened.turn.turn_id)
+            log.debug("opened")
             return convert.opened(opened, self._engine.settings.lease_seconds)
 
     def _open(self, fetch: bool, tenant: str, *args: Any, **kwargs: Any) -> Opened:
         """Open a turn; with `fetch`, what it reuses lies in its buffer afterwards."""
         opened = self._engine.open_turn(tenant, *args, **kwargs)
+        logs.about(turn_id=opened.turn.turn_id)
         if fetch:
             try:
                 for _ in self._engine.assemble(opened.turn, opened.turn.buffer.capacity):
@@ -246,6 +255,7 @@ class TurnsServicer(_Base):
     ) -> pb.ObserveReply:
         async with self._translated(context):
             header = (await _first(requests)).header
+            logs.about(turn_id=header.turn_id)
             turn = await self._run(
                 self._engine.check_observation,
                 caller.tenant,
@@ -268,8 +278,10 @@ class TurnsServicer(_Base):
     async def SettleTurn(self, request: pb.SettleTurnRequest, context: Context, caller: Caller) -> pb.SettleTurnReply:
         async with self._translated(context):
             observed = (request.observe_start, request.observe_tokens) if request.observe_tokens else None
-            settle = partial(self._engine.settle, caller.tenant, request.turn_id, convert.settlement(request), observed)
-            settled = await asyncio.get_running_loop().run_in_executor(self._settling, settle)
+            settlement = convert.settlement(request)
+            settle = partial(self._engine.settle, caller.tenant, request.turn_id, settlement, observed)
+            settled = await _within(self._settling, settle)
+            log.debug("settled: %s, %d of %d candidates", settlement.verdict.name.lower(), settled.accepted, settled.candidates)
             return pb.SettleTurnReply(
                 repeated=settled.repeated,
                 candidates=settled.candidates,
@@ -301,6 +313,11 @@ class QualityServicer(_Base):
                 uptime_seconds=self._engine.uptime(),
                 templates=[convert.template_status(t) for t in templates],
             )
+
+
+async def _within(executor: Executor, call: Callable[[], Result]) -> Result:
+    """Run `call` on a thread, in a copy of this task's context: log lines there are about this call too."""
+    return await asyncio.get_running_loop().run_in_executor(executor, copy_context().run, call)
 
 
 def _memory(tensor: Tensor) -> memoryview:

@@ -1,0 +1,63 @@
+"""Log lines, as text or as JSON, and what they are about: the call, which follows its work into other threads."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from typing import TextIO
+
+_OURS = ("kvcache", "kvcache_service")  # loggers that log_level is meant for
+_TEXT = "%(asctime)s %(levelname)s %(name)s %(message)s"
+_ID = re.compile(r"[0-9a-f]{32}")  # what this service gives out; anything else in its place is a caller's own text
+
+
+@dataclass(frozen=True)
+class About:
+    """Empty fields are unknown."""
+
+    method: str = ""
+    tenant: str = ""
+    session_id: str = ""
+    turn_id: str = ""
+
+
+_NOTHING = About()
+_ABOUT: ContextVar[About] = ContextVar("kvcache_about", default=_NOTHING)
+
+
+def about(*, method: str = "", tenant: str = "", session_id: str = "", turn_id: str = "") -> None:
+    """From now on log lines of this task, and of what runs in copies of its context, say this too."""
+    known = {"method": method, "tenant": tenant, "session_id": _id(session_id), "turn_id": _id(turn_id)}
+    _ABOUT.set(replace(_ABOUT.get(), **{name: value for name, value in known.items() if value}))
+
+
+def _id(text: str) -> str:
+    return text if _ID.fullmatch(text) else ""
+
+
+class JsonFormatter(logging.Formatter):
+    """One object a line: time (RFC 3339, UTC), level, logger, message, and of About and `code` what is known."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        line = {"time": time, "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage()}
+        line |= {name: value for name, value in asdict(_ABOUT.get()).items() if value}
+        if isinstance(code := record.__dict__.get("code"), str):
+            line["code"] = code
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def configure(level: str, form: str, stream: TextIO) -> None:
+    """Send log lines to `stream`. level: of our own loggers; libraries say at most what `info` lets through."""
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonFormatter() if form == "json" else logging.Formatter(_TEXT))
+    number = logging.getLevelNamesMapping()[level.upper()]
+    logging.basicConfig(level=max(number, logging.INFO), handlers=[handler])
+    for name in _OURS:
+        logging.getLogger(name).setLevel(number)
