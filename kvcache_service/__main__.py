@@ -44,6 +44,7 @@ from kvcache_service.telemetry import Telemetry
 from kvcache_service.tiers.disk import DiskTier
 from kvcache_service.tiers.host import HostTier
 from kvcache_service.tiers.shared import SharedDirectory
+from kvcache_service.tracing import Tracing, exported
 
 log = logging.getLogger("kvcache")
 
@@ -150,19 +151,20 @@ def build_door(config: Config, telemetry: Telemetry) -> Door:
     )
 
 
-def new_telemetry() -> Telemetry:
+def new_telemetry(tracing: Tracing | None = None) -> Telemetry:
     return Telemetry(
         reasons=[r.name.lower() for r in Reason if r is not Reason.NONE],
         policies=[p.value for p in Policy],
         codes=[c.name.lower() for c in Code],
+        tracing=tracing,
     )
 
 
 async def serve(config: Config, open_device: Callable[[int], Runtime]) -> None:
     """Run until SIGTERM or SIGINT, then drain. Prints one line with the addresses when ready."""
     refuse_exposure(config)
-    telemetry = new_telemetry()
     with contextlib.ExitStack() as stack:
+        telemetry = new_telemetry(stack.enter_context(exported(os.environ)))
         url = stack.enter_context(_catalog_url(config))
         engine = build_engine(config, url, telemetry, build_backend(config, open_device))
         stack.callback(engine.close)

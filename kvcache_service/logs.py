@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import TextIO
 
+from opentelemetry import trace
+
 _OURS = ("kvcache", "kvcache_service")  # loggers that log_level is meant for
 _TEXT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 _ID = re.compile(r"[0-9a-f]{32}")  # what this service gives out; anything else in its place is a caller's own text
@@ -29,10 +31,12 @@ _NOTHING = About()
 _ABOUT: ContextVar[About] = ContextVar("kvcache_about", default=_NOTHING)
 
 
-def about(*, method: str = "", tenant: str = "", session_id: str = "", turn_id: str = "") -> None:
-    """From now on log lines of this task, and of what runs in copies of its context, say this too."""
-    known = {"method": method, "tenant": tenant, "session_id": _id(session_id), "turn_id": _id(turn_id)}
-    _ABOUT.set(replace(_ABOUT.get(), **{name: value for name, value in known.items() if value}))
+def about(*, method: str = "", tenant: str = "", session_id: str = "", turn_id: str = "") -> dict[str, str]:
+    """From now on log lines of this task, and of what runs in copies of its context, say this too. Returns what was new."""
+    told = {"method": method, "tenant": tenant, "session_id": _id(session_id), "turn_id": _id(turn_id)}
+    known = {name: value for name, value in told.items() if value}
+    _ABOUT.set(replace(_ABOUT.get(), **known))
+    return known
 
 
 def _id(text: str) -> str:
@@ -40,12 +44,16 @@ def _id(text: str) -> str:
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: time (RFC 3339, UTC), level, logger, message, and of About and `code` what is known."""
+    """One object a line: time (RFC 3339, UTC), level, logger, message, and of About, `code` and the current span what is
+    known."""
 
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         line = {"time": time, "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage()}
         line |= {name: value for name, value in asdict(_ABOUT.get()).items() if value}
+        span = trace.get_current_span().get_span_context()
+        if span.is_valid:
+            line |= {"trace_id": trace.format_trace_id(span.trace_id), "span_id": trace.format_span_id(span.span_id)}
         if isinstance(code := record.__dict__.get("code"), str):
             line["code"] = code
         if record.exc_info:

@@ -1,4 +1,4 @@
-"""Every metric of the service, on one registry. Documented in docs/metrics.md; a test compares both."""
+"""Every metric of the service, on one registry. Documented in docs/metrics.md; a test compares both. Spans go along with them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from kvcache_service.tracing import Tracing
 
 OUTCOMES = ("reuse", "partial", "dense", "aborted")
 _FAST = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
@@ -85,7 +87,10 @@ class TurnReport:
 class Telemetry:
     """Counters and histograms; all series exist at zero before the first turn."""
 
-    def __init__(self, reasons: Iterable[str], policies: Iterable[str], codes: Iterable[str]) -> None:
+    def __init__(
+        self, reasons: Iterable[str], policies: Iterable[str], codes: Iterable[str], tracing: Tracing | None = None
+    ) -> None:
+        self.tracing = tracing or Tracing()
         self.registry = CollectorRegistry()
         registry = self.registry
         policies = tuple(policies)
@@ -131,6 +136,12 @@ class Telemetry:
             self.errors.labels(code)
 
     def turn(self, report: TurnReport) -> None:
+        self.tracing.note(
+            outcome=report.outcome,
+            reason=report.reason,
+            reused_tokens=report.reused_tokens,
+            recomputed_tokens=report.recomputed_tokens,
+        )
         self._turns.labels(report.outcome, report.policy).inc()
         if report.reason != "none":
             self._fallbacks.labels(report.reason).inc()

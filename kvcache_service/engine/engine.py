@@ -560,7 +560,8 @@ class Engine:
         commit, committed = update.commit(), True
         if commit is not None:
             try:
-                outcome = self._catalog.commit(commit)
+                with self._telemetry.tracing.span("kvcache.commit", inserts=len(commit.inserts), uses=len(commit.uses)):
+                    outcome = self._catalog.commit(commit)
                 update.accepted = outcome.accepted
                 self._catalog_up = True
             except KVCacheError:

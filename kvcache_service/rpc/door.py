@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 audit = logging.getLogger("kvcache.audit")
 ADMIN = frozenset({"kvcache.v1.Quality.Calibrate"})  # methods that change what is trusted
 BEGIN = frozenset({"kvcache.v1.KVCache.Attach", "kvcache.v1.Turns.OpenTurn"})  # what a service that drains does not start
+LASTING = frozenset({"kvcache.v1.KVCache.Attach"})  # as long as a worker lives: no span would ever end
 _BEARER = "Bearer "
 
 
@@ -47,17 +49,24 @@ class Door:
 
     def unary(self, method: str, call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         async def admitted(request: Any, context: Context) -> Any:
-            return await call(request, context, await self._admit(method, request, context))
+            with self._span(method, context):
+                return await call(request, context, await self._admit(method, request, context))
 
         return admitted
 
     def stream(self, method: str, call: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
         async def admitted(request: Any, context: Context) -> AsyncIterator[Any]:
-            caller = await self._admit(method, request, context)
-            async for reply in call(request, context, caller):
-                yield reply
+            with (
+                nullcontext() if method in LASTING else self._telemetry.tracing.call(method, context.invocation_metadata() or ())
+            ):
+                caller = await self._admit(method, request, context)
+                async for reply in call(request, context, caller):
+                    yield reply
 
         return admitted
+
+    def _span(self, method: str, context: Context) -> AbstractContextManager[None]:
+        return nullcontext() if method in LASTING else self._telemetry.tracing.call(method, context.invocation_metadata() or ())
 
     async def _admit(self, method: str, request: Any, context: Context) -> Caller:
         """Ends the call with UNAUTHENTICATED, PERMISSION, DRAINING, BUSY or INVALID where it may not go on."""
@@ -67,7 +76,10 @@ class Door:
             try:
                 caller = self._identify(context)
                 name = f"{caller.tenant}/{caller.name}"
-                logs.about(tenant=caller.tenant, session_id=_named(request, "session_id"), turn_id=_named(request, "turn_id"))
+                about = logs.about(
+                    tenant=caller.tenant, session_id=_named(request, "session_id"), turn_id=_named(request, "turn_id")
+                )
+                self._telemetry.tracing.note(**about)
                 if method in ADMIN and not caller.admin:
                     raise KVCacheError(Code.PERMISSION, "only an admin may do this", fix="call with an admin's credentials")
                 if self._draining and method in BEGIN:

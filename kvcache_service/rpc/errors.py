@@ -50,6 +50,13 @@ STATUS: dict[Code, tuple[StatusCode, bool]] = {
     Code.DRAINING: (StatusCode.UNAVAILABLE, True),
 }
 
+_FAULTS = (
+    StatusCode.INTERNAL,
+    StatusCode.UNAVAILABLE,
+    StatusCode.UNIMPLEMENTED,
+    StatusCode.DATA_LOSS,
+)  # spans show them as errors
+
 
 @asynccontextmanager
 async def translated(context: Context, telemetry: Telemetry) -> AsyncIterator[None]:
@@ -82,6 +89,7 @@ async def _abort(context: Context, telemetry: Telemetry, error: KVCacheError) ->
     telemetry.errors.labels(code).inc()
     log.debug("refused: %s", code, extra={"code": code})
     status, retry = STATUS[error.code]
+    telemetry.tracing.refused(code, status.value[0], fault=status in _FAULTS)
     detail = pb.ErrorDetail(
         code=f"ERROR_CODE_{error.code.name}", field=error.field[:_MAX_TEXT], fix=error.fix[:_MAX_TEXT], retry=retry
     )

@@ -21,6 +21,7 @@ from kvcache_proto.v1.tensors import FRAME_BYTES, FrameError, FrameWriter, frame
 from torch import Tensor
 
 from kvcache_service import logs
+from kvcache_service.engine import assembly
 from kvcache_service.engine.engine import Engine, Opened
 from kvcache_service.engine.sessions import Turn
 from kvcache_service.errors import Code, KVCacheError, invalid
@@ -186,6 +187,7 @@ class TurnsServicer(_Base):
     def __init__(self, engine: Engine, telemetry: Telemetry, executor: Executor, settling: Executor) -> None:
         super().__init__(engine, telemetry, executor)
         self._settling = settling
+        self._tracing = telemetry.tracing
 
     async def OpenTurn(self, request: pb.OpenTurnRequest, context: Context, caller: Caller) -> pb.OpenTurnReply:
         async with self._translated(context):
@@ -208,22 +210,32 @@ class TurnsServicer(_Base):
                 trial=convert.trial(request),
             )
             opened = await self._or_release(caller.tenant, asyncio.ensure_future(opening))
-            logs.about(turn_id=opened.turn.turn_id)
+            self._tracing.note(**logs.about(turn_id=opened.turn.turn_id))
             log.debug("opened")
             return convert.opened(opened, self._engine.settings.lease_seconds)
 
     def _open(self, fetch: bool, tenant: str, *args: Any, **kwargs: Any) -> Opened:
         """Open a turn; with `fetch`, what it reuses lies in its buffer afterwards."""
-        opened = self._engine.open_turn(tenant, *args, **kwargs)
-        logs.about(turn_id=opened.turn.turn_id)
+        with self._tracing.span("kvcache.plan"):
+            opened = self._engine.open_turn(tenant, *args, **kwargs)
+            self._tracing.note(**_planned(opened.turn), **logs.about(turn_id=opened.turn.turn_id))
         if fetch:
             try:
-                for _ in self._engine.assemble(opened.turn, opened.turn.buffer.capacity):
+                for _ in self._assembled(opened.turn, opened.turn.buffer.capacity):
                     pass
             except BaseException:
                 self._engine.release(tenant, opened.turn.turn_id)
                 raise
         return opened
+
+    def _assembled(self, turn: Turn, band_bytes: int) -> Iterator[range]:
+        reused = assembly.fetched_tokens(turn.plan)
+        with self._tracing.aside("kvcache.assemble", turn_id=turn.turn_id, bytes=reused * turn.geometry.token_bytes):
+            yield from self._engine.assemble(turn, band_bytes)
+
+    def _traced(self, name: str, call: Callable[..., Result], *args: object) -> Result:
+        with self._tracing.span(name):
+            return call(*args)
 
     async def _or_release(self, tenant: str, opening: asyncio.Future[Opened]) -> Opened:
         """A client that went away while its turn was opened will never name it: give it up here."""
@@ -240,7 +252,7 @@ class TurnsServicer(_Base):
         async with self._translated(context):
             turn = await self._run(self._engine.turn, caller.tenant, request.turn_id)
             sent, band_bytes = 0, _SHARED_BAND_BYTES if turn.buffer.path else _STREAM_BAND_BYTES
-            async for layers in self._ahead(self._engine.assemble(turn, band_bytes)):
+            async for layers in self._ahead(self._assembled(turn, band_bytes)):
                 if turn.buffer.path:
                     yield pb.FetchTurnReply(layers=layers.stop)
                     continue
@@ -248,6 +260,7 @@ class TurnsServicer(_Base):
                 sent += sum(length for _, length in wire)
                 async for message in self._ahead(frames(pb.FetchTurnReply, _memory(turn.buffer.bytes), wire)):
                     yield message
+            self._tracing.note(bytes=sent)
             yield pb.FetchTurnReply(summary=pb.FetchSummary(assembly_seconds=turn.assembly_seconds, bytes=sent))
 
     async def Observe(
@@ -255,7 +268,7 @@ class TurnsServicer(_Base):
     ) -> pb.ObserveReply:
         async with self._translated(context):
             header = (await _first(requests)).header
-            logs.about(turn_id=header.turn_id)
+            self._tracing.note(**logs.about(turn_id=header.turn_id))
             turn = await self._run(
                 self._engine.check_observation,
                 caller.tenant,
@@ -267,12 +280,15 @@ class TurnsServicer(_Base):
             # Into memory of its own: by the time the last frame is here, the turn's buffer may serve another turn.
             shape = turn.geometry.shape(header.tokens)
             staged = await self._run(
+                self._traced,
+                "kvcache.observe",
                 self._engine.observe,
                 turn,
                 header.start,
                 header.tokens,
                 None if turn.buffer.path else await self._received(requests, shape, turn.geometry.dtype),
             )
+            self._tracing.note(tokens=header.tokens, bytes=staged)
             return pb.ObserveReply(bytes=staged)
 
     async def SettleTurn(self, request: pb.SettleTurnRequest, context: Context, caller: Caller) -> pb.SettleTurnReply:
@@ -280,7 +296,8 @@ class TurnsServicer(_Base):
             observed = (request.observe_start, request.observe_tokens) if request.observe_tokens else None
             settlement = convert.settlement(request)
             settle = partial(self._engine.settle, caller.tenant, request.turn_id, settlement, observed)
-            settled = await _within(self._settling, settle)
+            settled = await _within(self._settling, partial(self._traced, "kvcache.settle", settle))
+            self._tracing.note(verdict=settlement.verdict.name.lower(), candidates=settled.candidates, accepted=settled.accepted)
             log.debug("settled: %s, %d of %d candidates", settlement.verdict.name.lower(), settled.accepted, settled.candidates)
             return pb.SettleTurnReply(
                 repeated=settled.repeated,
@@ -322,6 +339,19 @@ async def _within(executor: Executor, call: Callable[[], Result]) -> Result:
 
 def _memory(tensor: Tensor) -> memoryview:
     return tensor.view(torch.uint8).numpy().data.cast("B")
+
+
+def _planned(turn: Turn) -> dict[str, str | int | bool]:
+    """What a plan's span says of it."""
+    plan = turn.plan
+    return {
+        "template": turn.template.template_id,
+        "policy": plan.policy.value,
+        "reason": plan.reason.name.lower(),
+        "prompt_tokens": plan.prompt_tokens,
+        "fresh_tokens": len(plan.fresh),
+        "trial": turn.trial is not None,
+    }
 
 
 def _wire(turn: Turn, layers: range) -> list[tuple[int, int]]:
