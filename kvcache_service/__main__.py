@@ -24,6 +24,7 @@ from kvcache_service.catalog.store import Catalog, Change, Limits
 from kvcache_service.config import Config, host_budget, refuse_exposure, refuse_unknown_environment
 from kvcache_service.engine.durable import Durable
 from kvcache_service.engine.engine import Engine, EngineSettings
+from kvcache_service.engine.events import EventSettings
 from kvcache_service.engine.plan import Reason
 from kvcache_service.engine.planning import PlanSettings
 from kvcache_service.engine.quotas import Quotas
@@ -107,6 +108,7 @@ def build_engine(config: Config, url: str, telemetry: Telemetry, backend: Backen
         coding=None if config.host_codec == "none" else Codec[config.host_codec.upper()],
         trust=trust,
         quotas=Quotas(config.quota_sessions, config.quota_turns, config.quota_templates, config.quota_models),
+        events=EventSettings(config.event_log, config.quota_event_streams),
     )
     durable = Durable(DiskTier(config.disk_dir, config.disk_bytes) if config.disk_dir is not None else None)
 

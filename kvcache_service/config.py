@@ -34,6 +34,8 @@ class Config(BaseSettings):
     quota_turns: int | None = Field(None, gt=0, description="open turns that one tenant may hold; none: no limit")
     quota_requests_per_second: float | None = Field(None, gt=0, description="calls of one tenant; none: no limit")
     quota_host_bytes: int | None = Field(None, gt=0, description="host tier bytes that one tenant may hold; none: no limit")
+    quota_event_streams: int | None = Field(8, gt=0, description="readers of KV events that one tenant may have; none: no limit")
+    event_log: int = Field(16384, gt=0, description="KV events that are kept for the readers of one tenant")
     quota_templates: int = Field(4096, gt=0, description="templates that one tenant may register")
     quota_models: int = Field(64, gt=0, description="models that one tenant may register")
     metrics_listen: str = Field("127.0.0.1:9464", pattern=ADDRESS, description="address of /metrics; port 0 picks a free one")

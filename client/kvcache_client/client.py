@@ -212,6 +212,20 @@ class KVCacheClient:
         reply: pb.StatusReply = self._call(self._quality.Status, pb.StatusRequest())
         return reply
 
+    def events(self, cursor: str = "", *, snapshot: bool = True) -> Iterator[pb.EventBatch]:
+        """What the tenant's KV in the service's host memory gains and loses, batch after batch, without end. Raises CacheError.
+
+        cursor: of the last batch that was taken in. A batch that is `lost` comes after a gap: forget what is known; with
+        snapshot, batches that tell all that is held follow. Closing the iterator, or letting it go, ends the stream.
+        """
+        call = self._kvcache.Events(pb.EventsRequest(cursor=cursor, snapshot=snapshot), metadata=tracing.metadata())
+        try:
+            yield from call
+        except grpc.RpcError as error:
+            raise from_rpc(error) from error
+        finally:
+            call.cancel()
+
     def lost(self, error: CacheError) -> None:
         """The service did not answer: drop the session and pause, so that a hanging service costs one timeout, not many."""
         with self._lock:

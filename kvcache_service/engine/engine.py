@@ -19,6 +19,7 @@ from kvcache_service.catalog.store import Catalog, Change
 from kvcache_service.engine import assembly
 from kvcache_service.engine.cost import CostModel
 from kvcache_service.engine.durable import Durable
+from kvcache_service.engine.events import Events, EventSettings
 from kvcache_service.engine.memory import Memory
 from kvcache_service.engine.plan import Action, Plan, Reason, Trial
 from kvcache_service.engine.planning import Planner, PlanSettings, bypass
@@ -55,6 +56,7 @@ class EngineSettings:
     coding: Codec | None  # of stored KV that promises nothing exact
     trust: TrustSettings
     quotas: Quotas
+    events: EventSettings
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ class Engine:
         self._prefixes = Prefixes(self._memory, self._lock, backend)
         self._catalog = catalog(self._anchors_changed, durable.keep_epoch)
         self._catalog_up = True
+        self.events = Events(tier, boot_id, settings.events)
         self._trust = Trust(settings.trust, self._catalog, durable, telemetry, draw)
         self._models: dict[str, Geometry] = {}
         self._rotations: dict[str, cpu.Rotations] = {}

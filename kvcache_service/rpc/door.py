@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 audit = logging.getLogger("kvcache.audit")
 ADMIN = frozenset({"kvcache.v1.Quality.Calibrate"})  # methods that change what is trusted
 BEGIN = frozenset({"kvcache.v1.KVCache.Attach", "kvcache.v1.Turns.OpenTurn"})  # what a service that drains does not start
-LASTING = frozenset({"kvcache.v1.KVCache.Attach"})  # as long as a worker lives: no span would ever end
+LASTING = frozenset({"kvcache.v1.KVCache.Attach", "kvcache.v1.KVCache.Events"})  # no span of theirs would end
 _BEARER = "Bearer "
 
 

@@ -25,7 +25,7 @@ from kvcache_service.engine import assembly
 from kvcache_service.engine.engine import Engine, Opened
 from kvcache_service.engine.sessions import Turn
 from kvcache_service.errors import Code, KVCacheError, invalid
-from kvcache_service.rpc import convert
+from kvcache_service.rpc import convert, events
 from kvcache_service.rpc.callers import Caller
 from kvcache_service.rpc.errors import translated
 from kvcache_service.rpc.limits import refuse_oversized
@@ -96,7 +96,7 @@ class KVCacheServicer(_Base):
         self._over = asyncio.Event()
 
     def end_sessions(self) -> None:
-        """Every attached worker's stream ends, as if it had left."""
+        """Every attached worker's stream ends, as if it had left, and every reader's of events."""
         self._over.set()
 
     async def Hello(self, request: pb.HelloRequest, context: Context, caller: Caller) -> pb.HelloReply:
@@ -174,6 +174,11 @@ class KVCacheServicer(_Base):
     async def Release(self, request: pb.ReleaseRequest, context: Context, caller: Caller) -> pb.ReleaseReply:
         async with self._translated(context):
             return pb.ReleaseReply(released=await self._run(self._engine.release, caller.tenant, request.turn_id))
+
+    async def Events(self, request: pb.EventsRequest, context: Context, caller: Caller) -> AsyncIterator[pb.EventBatch]:
+        async with self._translated(context):
+            async for batch in events.follow(self._engine.events, caller.tenant, request, self._over, self._run):
+                yield batch
 
 
 async def _exhausted(requests: AsyncIterator[pb.Heartbeat]) -> None:
