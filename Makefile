@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test fuzz sanitize check lint proto results clean
+.PHONY: demo test fuzz sanitize check lint proto docs results clean
 
 demo: $(READY)
 	$(BIN)/kvcache demo $(ARGS)
@@ -29,6 +29,10 @@ lint: $(READY)
 
 proto: $(READY)
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=proto --pyi_out=proto --grpc_python_out=proto proto/kvcache_proto/v1/kvcache.proto
+
+# The documentation as a site, in out/site.
+docs: $(READY)
+	$(BIN)/mkdocs build --strict --site-dir out/site
 
 # DATA: two JSON-lines files, the second of another domain. Writes docs/results.md; takes about two hours on two cores.
 DATA ?= ../shared/data/gsm8k.jsonl ../shared/data/humaneval.jsonl

@@ -107,7 +107,7 @@ class _Log:
 
 
 class Events:
-    """Thread-safe. Noting costs an append. Reading holds no lock of the tier; a snapshot does, while it lists the tenant's keys."""
+    """Thread-safe. Noting costs an append. Reading takes no lock of the tier; a snapshot does, to list the tenant's keys."""
 
     def __init__(self, tier: HostTier, boot_id: str, settings: EventSettings) -> None:
         self._tier = tier
