@@ -37,7 +37,7 @@ from kvcache_service.kernels.cuda.runtime import CupyRuntime, Runtime
 from kvcache_service.prompt import Policy
 from kvcache_service.quality import Target
 from kvcache_service.rpc import tls
-from kvcache_service.rpc.callers import Tokens
+from kvcache_service.rpc.callers import ANYONE, Tokens
 from kvcache_service.rpc.door import Door
 from kvcache_service.rpc.quotas import RequestRate
 from kvcache_service.rpc.server import Server
@@ -145,19 +145,24 @@ def build_engine(config: Config, url: str, telemetry: Telemetry, backend: Backen
 
 def build_door(config: Config, telemetry: Telemetry) -> Door:
     """Who may call, and how often."""
+    tokens = Tokens(config.tokens_file) if config.tokens_file is not None else None
+    certificates = config.tls_client_ca is not None
+    known = tokens.tenants if tokens is not None else () if certificates else (ANYONE.tenant,)
+    telemetry.tenants.name(known)
     return Door(
-        Tokens(config.tokens_file) if config.tokens_file is not None else None,
-        certificates=config.tls_client_ca is not None,
+        tokens,
+        certificates=certificates,
         rate=RequestRate(config.quota_requests_per_second),
         telemetry=telemetry,
     )
 
 
-def new_telemetry(tracing: Tracing | None = None) -> Telemetry:
+def new_telemetry(tenants: int, tracing: Tracing | None = None) -> Telemetry:
     return Telemetry(
         reasons=[r.name.lower() for r in Reason if r is not Reason.NONE],
         policies=[p.value for p in Policy],
         codes=[c.name.lower() for c in Code],
+        tenants=tenants,
         tracing=tracing,
     )
 
@@ -166,7 +171,7 @@ async def serve(config: Config, open_device: Callable[[int], Runtime]) -> None:
     """Run until SIGTERM or SIGINT, then drain. Prints one line with the addresses when ready."""
     refuse_exposure(config)
     with contextlib.ExitStack() as stack:
-        telemetry = new_telemetry(stack.enter_context(exported(os.environ)))
+        telemetry = new_telemetry(config.metrics_tenants, stack.enter_context(exported(os.environ)))
         url = stack.enter_context(_catalog_url(config))
         engine = build_engine(config, url, telemetry, build_backend(config, open_device))
         stack.callback(engine.close)

@@ -39,6 +39,9 @@ class Config(BaseSettings):
     quota_templates: int = Field(4096, gt=0, description="templates that one tenant may register")
     quota_models: int = Field(64, gt=0, description="models that one tenant may register")
     metrics_listen: str = Field("127.0.0.1:9464", pattern=ADDRESS, description="address of /metrics; port 0 picks a free one")
+    metrics_tenants: int = Field(
+        32, ge=0, description="tenants that metrics name, those of tokens_file first; all others are counted together"
+    )
     redis_url: SecretStr | None = Field(None, description="Redis or Valkey URL; none: an embedded Valkey")
     redis_timeout: float = Field(1.0, gt=0, description="seconds before the metadata store counts as down")
     host_bytes: int | None = Field(None, gt=0, description="host tier budget; none: half of the memory that is free at start")

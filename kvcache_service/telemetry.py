@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvcache_service.tenants import TenantMetrics
 from kvcache_service.tracing import Tracing
 
 OUTCOMES = ("reuse", "partial", "dense", "aborted")
@@ -75,6 +76,7 @@ class SlotReport:
 class TurnReport:
     """One finished turn, attributed to exactly one outcome."""
 
+    tenant: str
     outcome: str
     policy: str
     reason: str  # "none" when nothing fell back
@@ -88,10 +90,18 @@ class Telemetry:
     """Counters and histograms; all series exist at zero before the first turn."""
 
     def __init__(
-        self, reasons: Iterable[str], policies: Iterable[str], codes: Iterable[str], tracing: Tracing | None = None
+        self,
+        reasons: Iterable[str],
+        policies: Iterable[str],
+        codes: Iterable[str],
+        *,
+        tenants: int,
+        tracing: Tracing | None = None,
     ) -> None:
+        """tenants: how many of them metrics name."""
         self.tracing = tracing or Tracing()
         self.registry = CollectorRegistry()
+        self.tenants = TenantMetrics(self.registry, tenants)
         registry = self.registry
         policies = tuple(policies)
         self._turns = Counter("kvcache_turns", "Finished turns by outcome", ["outcome", "policy"], registry=registry)
@@ -150,6 +160,7 @@ class Telemetry:
         self._prompt.inc(report.prompt_tokens)
         self._reused.inc(report.reused_tokens)
         self._recomputed.inc(report.recomputed_tokens)
+        self.tenants.turn(report.tenant, report.prompt_tokens, report.reused_tokens)
         if report.ttft > 0:
             self._ttft.labels(report.outcome).observe(report.ttft)
 

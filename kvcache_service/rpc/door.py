@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -50,7 +50,9 @@ class Door:
     def unary(self, method: str, call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         async def admitted(request: Any, context: Context) -> Any:
             with self._span(method, context):
-                return await call(request, context, await self._admit(method, request, context))
+                caller = await self._admit(method, request, context)
+                with self._counted(caller):
+                    return await call(request, context, caller)
 
         return admitted
 
@@ -60,10 +62,19 @@ class Door:
                 nullcontext() if method in LASTING else self._telemetry.tracing.call(method, context.invocation_metadata() or ())
             ):
                 caller = await self._admit(method, request, context)
-                async for reply in call(request, context, caller):
-                    yield reply
+                with self._counted(caller):
+                    async for reply in call(request, context, caller):
+                        yield reply
 
         return admitted
+
+    @contextmanager
+    def _counted(self, caller: Caller) -> Iterator[None]:
+        try:
+            yield
+        except grpc.aio.AbortError:
+            self._telemetry.tenants.refused(caller.tenant)
+            raise
 
     def _span(self, method: str, context: Context) -> AbstractContextManager[None]:
         return nullcontext() if method in LASTING else self._telemetry.tracing.call(method, context.invocation_metadata() or ())
@@ -72,9 +83,10 @@ class Door:
         """Ends the call with UNAUTHENTICATED, PERMISSION, DRAINING, BUSY or INVALID where it may not go on."""
         logs.about(method=method)
         async with translated(context, self._telemetry):
-            name = "unknown"
+            name, caller = "unknown", None
             try:
                 caller = self._identify(context)
+                self._telemetry.tenants.call(caller.tenant)
                 name = f"{caller.tenant}/{caller.name}"
                 about = logs.about(
                     tenant=caller.tenant, session_id=_named(request, "session_id"), turn_id=_named(request, "turn_id")
@@ -90,6 +102,8 @@ class Door:
                 if isinstance(request, Message):  # a stream's header is looked at when it comes
                     refuse_oversized(request)
             except KVCacheError as error:
+                if caller is not None:
+                    self._telemetry.tenants.refused(caller.tenant)
                 code = error.code.name.lower()
                 audit.warning("%s %s from %s: refused, %s", name, method, context.peer(), code, extra={"code": code})
                 raise

@@ -109,6 +109,16 @@ class HostTier:
         return self._arena.size
 
     @property
+    def share(self) -> int | None:
+        """Bytes that one owner's blobs may hold; None: no limit."""
+        return self._share
+
+    def owned(self) -> dict[str, int]:
+        """Bytes of every owner's blobs."""
+        with self._lock:
+            return dict(self._owned)
+
+    @property
     def memory(self) -> Tensor:
         """The arena, uint8."""
         return self._arena.memory
