@@ -6,9 +6,8 @@ import json
 import logging
 import re
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from opentelemetry import trace
 
@@ -17,8 +16,7 @@ _TEXT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 _ID = re.compile(r"[0-9a-f]{32}")  # what this service gives out; anything else in its place is a caller's own text
 
 
-@dataclass(frozen=True)
-class About:
+class About(NamedTuple):
     """Empty fields are unknown."""
 
     method: str = ""
@@ -31,16 +29,19 @@ _NOTHING = About()
 _ABOUT: ContextVar[About] = ContextVar("kvcache_about", default=_NOTHING)
 
 
-def about(*, method: str = "", tenant: str = "", session_id: str = "", turn_id: str = "") -> dict[str, str]:
-    """From now on log lines of this task, and of what runs in copies of its context, say this too. Returns what was new."""
-    told = {"method": method, "tenant": tenant, "session_id": _id(session_id), "turn_id": _id(turn_id)}
-    known = {name: value for name, value in told.items() if value}
-    _ABOUT.set(replace(_ABOUT.get(), **known))
-    return known
+def about(*, method: str = "", tenant: str = "", session_id: str = "", turn_id: str = "") -> None:
+    """From now on log lines of this task, and of what runs in copies of its context, say this too."""
+    old, session_id, turn_id = _ABOUT.get(), _id(session_id), _id(turn_id)
+    _ABOUT.set(About(method or old.method, tenant or old.tenant, session_id or old.session_id, turn_id or old.turn_id))
+
+
+def known() -> dict[str, str]:
+    """What about() has been told in this context."""
+    return {name: value for name, value in _ABOUT.get()._asdict().items() if value}
 
 
 def _id(text: str) -> str:
-    return text if _ID.fullmatch(text) else ""
+    return text if text and _ID.fullmatch(text) else ""
 
 
 class JsonFormatter(logging.Formatter):
@@ -50,7 +51,7 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         line = {"time": time, "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage()}
-        line |= {name: value for name, value in asdict(_ABOUT.get()).items() if value}
+        line |= known()
         span = trace.get_current_span().get_span_context()
         if span.is_valid:
             line |= {"trace_id": trace.format_trace_id(span.trace_id), "span_id": trace.format_span_id(span.span_id)}

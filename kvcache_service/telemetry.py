@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvcache_service import logs
 from kvcache_service.tenants import TenantMetrics
 from kvcache_service.tracing import Tracing
 
@@ -163,6 +164,12 @@ class Telemetry:
         self.tenants.turn(report.tenant, report.prompt_tokens, report.reused_tokens)
         if report.ttft > 0:
             self._ttft.labels(report.outcome).observe(report.ttft)
+
+    def about(self, *, method: str = "", tenant: str = "", session_id: str = "", turn_id: str = "") -> None:
+        """What the current call is about, for its log lines and its span."""
+        logs.about(method=method, tenant=tenant, session_id=session_id, turn_id=turn_id)
+        if self.tracing.on:
+            self.tracing.note(**logs.known())
 
     def audited(self, policy: str, kl: float, top1: float) -> None:
         """One trial beside dense."""

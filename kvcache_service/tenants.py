@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -17,6 +18,12 @@ TENANT_GAUGES = {
     "kvcache_tenant_sessions": ("Attached sessions of a tenant", "sessions"),
     "kvcache_tenant_open_turns": ("Open turns of a tenant", "open_turns"),
     "kvcache_tenant_host_bytes": ("Host tier bytes of a tenant", "host_bytes"),
+}
+_COUNTERS = {  # the fields of _Series
+    "calls": "Calls of a tenant",
+    "refused": "Calls of a tenant that were refused",
+    "prompt_tokens": "Prompt tokens of a tenant's settled turns",
+    "reused_tokens": "Of these, what no worker had to compute",
 }
 QUOTA_GAUGE = "kvcache_tenant_quota_share"
 
@@ -32,64 +39,68 @@ class TenantReport:
     shares: Mapping[str, float]
 
 
+class _Series(NamedTuple):
+    """The counters of one label."""
+
+    label: str
+    calls: Counter
+    refused: Counter
+    prompt_tokens: Counter
+    reused_tokens: Counter
+
+
 class TenantMetrics:
     """Thread-safe. most: tenants that are named; whoever comes after them is one of the others."""
 
     def __init__(self, registry: CollectorRegistry, most: int) -> None:
         self._registry = registry
         self._most = most
-        self._named: set[str] = set()
         self._lock = threading.Lock()
-        self._calls = Counter("kvcache_tenant_calls", "Calls of a tenant", ["tenant"], registry=registry)
-        self._refused = Counter("kvcache_tenant_refused", "Calls of a tenant that were refused", ["tenant"], registry=registry)
-        self._prompt = Counter(
-            "kvcache_tenant_prompt_tokens", "Prompt tokens of a tenant's settled turns", ["tenant"], registry=registry
-        )
-        self._reused = Counter(
-            "kvcache_tenant_reused_tokens", "Of these, what no worker had to compute", ["tenant"], registry=registry
-        )
-        self._begin(OTHERS)
+        self._counters = [
+            Counter(f"kvcache_tenant_{name}", text, ["tenant"], registry=registry) for name, text in _COUNTERS.items()
+        ]
+        self._others = self._begin(OTHERS)
+        self._named: dict[str, _Series] = {}
 
     def name(self, tenants: Iterable[str]) -> None:
         """Tenants that are known before their first call; their series stand at zero."""
         for tenant in sorted(tenants):
-            self._label(tenant)
+            self._of(tenant)
 
     def call(self, tenant: str) -> None:
-        self._calls.labels(self._label(tenant)).inc()
+        self._of(tenant).calls.inc()
 
     def refused(self, tenant: str) -> None:
-        self._refused.labels(self._label(tenant)).inc()
+        self._of(tenant).refused.inc()
 
     def turn(self, tenant: str, prompt_tokens: int, reused_tokens: int) -> None:
-        label = self._label(tenant)
-        self._prompt.labels(label).inc(prompt_tokens)
-        self._reused.labels(label).inc(reused_tokens)
+        series = self._of(tenant)
+        series.prompt_tokens.inc(prompt_tokens)
+        series.reused_tokens.inc(reused_tokens)
 
     def watch(self, read: Callable[[], Iterable[TenantReport]]) -> None:
         """Serve TENANT_GAUGES and QUOTA_GAUGE from `read`, called at every scrape."""
         self._registry.register(_Holdings(lambda: self._folded(read())))
 
-    def _label(self, tenant: str) -> str:
+    def _of(self, tenant: str) -> _Series:
+        found = self._named.get(tenant)
+        if found is not None:
+            return found
         with self._lock:
-            if tenant in self._named:
-                return tenant
-            if len(self._named) >= self._most:
-                return OTHERS
-            self._named.add(tenant)
-        self._begin(tenant)
-        return tenant
+            if tenant not in self._named and len(self._named) < self._most:
+                self._named[tenant] = self._begin(tenant)
+            return self._named.get(tenant, self._others)
 
-    def _begin(self, label: str) -> None:
-        for counter in (self._calls, self._refused, self._prompt, self._reused):
-            counter.labels(label)
+    def _begin(self, label: str) -> _Series:
+        return _Series(label, *(counter.labels(label) for counter in self._counters))
 
     def _folded(self, reports: Iterable[TenantReport]) -> list[TenantReport]:
         """One for every label: sums of the others, and the largest of their shares."""
-        found = {label: TenantReport(label, 0, 0, 0, dict.fromkeys(QUOTAS, 0.0)) for label in (*sorted(self._named), OTHERS)}
-        for report in reports:
-            label = self._label(report.tenant)
-            sofar = found.get(label, TenantReport(label, 0, 0, 0, dict.fromkeys(QUOTAS, 0.0)))
+        labelled = [(self._of(report.tenant).label, report) for report in reports]
+        with self._lock:
+            found = {label: TenantReport(label, 0, 0, 0, dict.fromkeys(QUOTAS, 0.0)) for label in (*sorted(self._named), OTHERS)}
+        for label, report in labelled:
+            sofar = found[label]
             found[label] = TenantReport(
                 label,
                 sofar.sessions + report.sessions,

@@ -29,6 +29,11 @@ class Tracing:
     def __init__(self, tracer: Tracer | None = None) -> None:
         self._tracer = tracer
 
+    @property
+    def on(self) -> bool:
+        """Somebody looks: what is costly to say may be said."""
+        return self._tracer is not None
+
     @contextmanager
     def call(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> Iterator[None]:
         """The span of one call, current in this task from now on. method: as in its descriptor, kvcache.v1.Turns.OpenTurn.

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from google.protobuf.message import Message
 
-from kvcache_service import logs
 from kvcache_service.errors import Code, KVCacheError
 from kvcache_service.rpc.callers import ANYONE, Caller, Tokens, from_certificate
 from kvcache_service.rpc.errors import translated
@@ -81,17 +80,16 @@ class Door:
 
     async def _admit(self, method: str, request: Any, context: Context) -> Caller:
         """Ends the call with UNAUTHENTICATED, PERMISSION, DRAINING, BUSY or INVALID where it may not go on."""
-        logs.about(method=method)
+        self._telemetry.about(method=method)
         async with translated(context, self._telemetry):
             name, caller = "unknown", None
             try:
                 caller = self._identify(context)
                 self._telemetry.tenants.call(caller.tenant)
                 name = f"{caller.tenant}/{caller.name}"
-                about = logs.about(
+                self._telemetry.about(
                     tenant=caller.tenant, session_id=_named(request, "session_id"), turn_id=_named(request, "turn_id")
                 )
-                self._telemetry.tracing.note(**about)
                 if method in ADMIN and not caller.admin:
                     raise KVCacheError(Code.PERMISSION, "only an admin may do this", fix="call with an admin's credentials")
                 if self._draining and method in BEGIN:

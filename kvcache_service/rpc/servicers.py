@@ -20,7 +20,6 @@ from kvcache_proto.v1 import kvcache_pb2 as pb
 from kvcache_proto.v1.tensors import FRAME_BYTES, FrameError, FrameWriter, frames, ranges
 from torch import Tensor
 
-from kvcache_service import logs
 from kvcache_service.engine import assembly
 from kvcache_service.engine.engine import Engine, Opened
 from kvcache_service.engine.sessions import Turn
@@ -127,7 +126,7 @@ class KVCacheServicer(_Base):
     ) -> AsyncIterator[pb.SessionEvent]:
         async with self._translated(context):
             session_id = await self._run(self._engine.open_session, caller.tenant)
-            logs.about(session_id=session_id)
+            self._telemetry.about(session_id=session_id)
             log.debug("attached")
         try:
             yield pb.SessionEvent(session_id=session_id, boot_id=self._engine.boot_id)
@@ -215,7 +214,7 @@ class TurnsServicer(_Base):
                 trial=convert.trial(request),
             )
             opened = await self._or_release(caller.tenant, asyncio.ensure_future(opening))
-            self._tracing.note(**logs.about(turn_id=opened.turn.turn_id))
+            self._telemetry.about(turn_id=opened.turn.turn_id)
             log.debug("opened")
             return convert.opened(opened, self._engine.settings.lease_seconds)
 
@@ -223,7 +222,9 @@ class TurnsServicer(_Base):
         """Open a turn; with `fetch`, what it reuses lies in its buffer afterwards."""
         with self._tracing.span("kvcache.plan"):
             opened = self._engine.open_turn(tenant, *args, **kwargs)
-            self._tracing.note(**_planned(opened.turn), **logs.about(turn_id=opened.turn.turn_id))
+            self._telemetry.about(turn_id=opened.turn.turn_id)
+            if self._tracing.on:
+                self._tracing.note(**_planned(opened.turn))
         if fetch:
             try:
                 for _ in self._assembled(opened.turn, opened.turn.buffer.capacity):
@@ -273,7 +274,7 @@ class TurnsServicer(_Base):
     ) -> pb.ObserveReply:
         async with self._translated(context):
             header = (await _first(requests)).header
-            self._tracing.note(**logs.about(turn_id=header.turn_id))
+            self._telemetry.about(turn_id=header.turn_id)
             turn = await self._run(
                 self._engine.check_observation,
                 caller.tenant,
