@@ -80,16 +80,14 @@ class Door:
 
     async def _admit(self, method: str, request: Any, context: Context) -> Caller:
         """Ends the call with UNAUTHENTICATED, PERMISSION, DRAINING, BUSY or INVALID where it may not go on."""
-        self._telemetry.about(method=method)
         async with translated(context, self._telemetry):
             name, caller = "unknown", None
             try:
                 caller = self._identify(context)
                 self._telemetry.tenants.call(caller.tenant)
                 name = f"{caller.tenant}/{caller.name}"
-                self._telemetry.about(
-                    tenant=caller.tenant, session_id=_named(request, "session_id"), turn_id=_named(request, "turn_id")
-                )
+                session_id, turn_id = _named(request, "session_id"), _named(request, "turn_id")
+                self._telemetry.about(method=method, tenant=caller.tenant, session_id=session_id, turn_id=turn_id)
                 if method in ADMIN and not caller.admin:
                     raise KVCacheError(Code.PERMISSION, "only an admin may do this", fix="call with an admin's credentials")
                 if self._draining and method in BEGIN:
@@ -100,7 +98,9 @@ class Door:
                 if isinstance(request, Message):  # a stream's header is looked at when it comes
                     refuse_oversized(request)
             except KVCacheError as error:
-                if caller is not None:
+                if caller is None:
+                    self._telemetry.about(method=method)
+                else:
                     self._telemetry.tenants.refused(caller.tenant)
                 code = error.code.name.lower()
                 audit.warning("%s %s from %s: refused, %s", name, method, context.peer(), code, extra={"code": code})
