@@ -9,18 +9,14 @@ from __future__ import annotations
 import enum
 import re
 import threading
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
-
-from torch import Tensor
 
 from kvcache_service.catalog.keys import tenant_of
 from kvcache_service.engine.quotas import refuse_more
 from kvcache_service.errors import invalid
-from kvcache_service.tiers.host import HostTier
+from kvcache_service.tiers.host import Held, HostTier
 
 MOST = 512  # events of one batch
 _CURSOR = re.compile(r"(?P<boot>[0-9a-f]{1,64}):(?P<sequence>\d{1,18})")
@@ -95,15 +91,25 @@ class _Change:
 
 
 class _Log:
-    """The last changes of one tenant; the newest has number `last`, the first ever number 1."""
+    """The last changes of one tenant, a ring: number n + 1 lies at n modulo its size. `last` is the newest one's number."""
 
     def __init__(self, kept: int) -> None:
-        self.changes: deque[_Change] = deque(maxlen=kept)
+        self._kept = kept
+        self._ring: list[_Change] = []
         self.last = 0
 
     def add(self, change: _Change) -> None:
-        self.changes.append(change)
+        if len(self._ring) < self._kept:
+            self._ring.append(change)
+        else:
+            self._ring[self.last % self._kept] = change
         self.last += 1
+
+    def after(self, place: int) -> list[_Change] | None:
+        """The first MOST after number `place`; None when some are gone, or `place` has not been yet."""
+        if not self.last - len(self._ring) <= place <= self.last:
+            return None
+        return [self._ring[number % self._kept] for number in range(place, min(self.last, place + MOST))]
 
 
 class Events:
@@ -147,12 +153,8 @@ class Events:
     def after(self, tenant: str, place: int | None) -> tuple[list[Event], int] | None:
         """At most MOST events after a place and the place behind them; None when some that came after it are lost."""
         with self._lock:
-            log = self._logs[tenant]
-            first = log.last - len(log.changes)  # the place before the oldest
-            if place is None or not first <= place <= log.last:
-                return None
-            changes = list(islice(log.changes, place - first, place - first + MOST))
-        return _events(changes), place + len(changes)
+            changes = self._logs[tenant].after(place) if place is not None else None
+        return (_events(changes), place + len(changes)) if changes is not None and place is not None else None
 
     def end(self, tenant: str) -> int:
         """The place behind all events so far."""
@@ -162,18 +164,19 @@ class Events:
     def snapshot(self, tenant: str) -> tuple[list[Event], int]:
         """What is held, as stored events, and the place from which on events tell what changes it."""
         held, place = self._tier.holdings(tenant, lambda: self.end(tenant))
-        return _events([_change(key, blob, removed=False) for key, blob in held]), place
+        return _events([_change(one, removed=False) for one in held]), place
 
-    def _note(self, key: str, blob: Tensor, removed: bool) -> None:
+    def _note(self, held: Held, removed: bool) -> None:
         """The tier's lock is held: events come in the order of what they tell."""
         with self._lock:
-            log = self._logs.get(tenant_of(key))
+            log = self._logs.get(tenant_of(held.key))
             if log is not None:
-                log.add(_change(key, blob, removed=removed))
+                log.add(_change(held, removed=removed))
 
 
-def _change(key: str, blob: Tensor, *, removed: bool) -> _Change:
-    return _Change(key, removed, blob.shape[2] if blob.dim() == 5 else 0, blob.nbytes)
+def _change(held: Held, *, removed: bool) -> _Change:
+    """Coded blobs are flat: how many tokens they hold does not show."""
+    return _Change(held.key, removed, held.shape[2] if len(held.shape) == 5 else 0, held.nbytes)
 
 
 def _events(changes: list[_Change]) -> list[Event]:

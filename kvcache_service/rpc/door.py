@@ -57,9 +57,7 @@ class Door:
 
     def stream(self, method: str, call: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
         async def admitted(request: Any, context: Context) -> AsyncIterator[Any]:
-            with (
-                nullcontext() if method in LASTING else self._telemetry.tracing.call(method, context.invocation_metadata() or ())
-            ):
+            with self._span(method, context):
                 caller = await self._admit(method, request, context)
                 with self._counted(caller):
                     async for reply in call(request, context, caller):

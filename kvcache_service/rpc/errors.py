@@ -50,12 +50,8 @@ STATUS: dict[Code, tuple[StatusCode, bool]] = {
     Code.DRAINING: (StatusCode.UNAVAILABLE, True),
 }
 
-_FAULTS = (
-    StatusCode.INTERNAL,
-    StatusCode.UNAVAILABLE,
-    StatusCode.UNIMPLEMENTED,
-    StatusCode.DATA_LOSS,
-)  # spans show them as errors
+# What spans show as errors; others are the caller's.
+_FAULTS = frozenset({StatusCode.INTERNAL, StatusCode.UNAVAILABLE, StatusCode.UNIMPLEMENTED, StatusCode.DATA_LOSS})
 
 
 @asynccontextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 
 from kvcache_proto.v1 import kvcache_pb2 as pb
 
@@ -45,13 +45,11 @@ async def follow(
             told = clock()
 
 
-def _snapshot(held: Sequence[Event], cursor: str) -> list[pb.EventBatch]:
-    """Only the last batch has a cursor: half a snapshot is none."""
-    parts = [held[at : at + MOST] for at in range(0, len(held), MOST)] or [()]
-    batches = [pb.EventBatch(events=map(_message, part)) for part in parts]
-    batches[0].lost = True
-    batches[-1].cursor = cursor
-    return batches
+def _snapshot(held: Sequence[Event], cursor: str) -> Iterator[pb.EventBatch]:
+    """Made one by one, as they are sent. Only the last batch has a cursor: half a snapshot is none."""
+    for at in range(0, max(len(held), 1), MOST):
+        last = at + MOST >= len(held)
+        yield pb.EventBatch(lost=at == 0, cursor=cursor if last else "", events=map(_message, held[at : at + MOST]))
 
 
 def _message(event: Event) -> pb.Event:

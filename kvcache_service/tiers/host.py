@@ -13,7 +13,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,14 @@ class Pin(enum.Enum):
     NONE = enum.auto()
     SOFT = enum.auto()
     HARD = enum.auto()
+
+
+class Held(NamedTuple):
+    """What is told of a blob. Not the blob: whoever kept it would keep its memory from being used again."""
+
+    key: str
+    shape: torch.Size
+    nbytes: int
 
 
 class Lease:
@@ -101,7 +109,7 @@ class HostTier:
         self._leases: set[Lease] = set()
         self._held: Counter[int] = Counter()  # address of a leased blob -> leases
         self._leased_bytes = 0
-        self._on_change: Callable[[str, Tensor, bool], None] = lambda key, blob, gone: None
+        self._on_change: Callable[[Held, bool], None] = lambda held, gone: None
         self.evictions = 0
 
     @property
@@ -141,7 +149,7 @@ class HostTier:
             replaced = self._drop(key) is not None
             self._add(key, _Entry(mine, self._clock()), pin)
             if not replaced:
-                self._on_change(key, mine, False)
+                self._on_change(_held(key, mine), False)
 
     def get(self, key: str) -> Tensor | None:
         """The blob, marked as used; None is a miss."""
@@ -207,13 +215,13 @@ class HostTier:
             for key in keys:
                 self._forget(key)
 
-    def holdings(self, owner: str, mark: Callable[[], Mark]) -> tuple[list[tuple[str, Tensor]], Mark]:
-        """All blobs of an owner, and what mark() gives while nothing can change."""
+    def holdings(self, owner: str, mark: Callable[[], Mark]) -> tuple[list[Held], Mark]:
+        """All that an owner has here, and what mark() gives while nothing can change."""
         with self._lock:
-            found = [(key, e.blob) for segment in self._segments for key, e in segment.items() if self._owner(key) == owner]
-            return found, mark()
+            mine = [(key, entry) for segment in self._segments for key, entry in segment.items() if self._owner(key) == owner]
+            return [_held(key, entry.blob) for key, entry in mine], mark()
 
-    def watch(self, on_change: Callable[[str, Tensor, bool], None]) -> None:
+    def watch(self, on_change: Callable[[Held, bool], None]) -> None:
         """Be told of every blob that comes or, True, goes, under the tier's lock: on_change must be quick and not call back."""
         self._on_change = on_change
 
@@ -304,7 +312,7 @@ class HostTier:
     def _forget(self, key: str) -> None:
         entry = self._drop(key)
         if entry is not None:
-            self._on_change(key, entry.blob, True)
+            self._on_change(_held(key, entry.blob), True)
 
     def _leased(self, entry: _Entry) -> bool:
         return entry.blob.data_ptr() in self._held
@@ -370,6 +378,10 @@ class HostTier:
                 field="pin",
                 fix=f"pin softly, or unpin: hard pins may take {HARD:.0%} of the host tier",
             )
+
+
+def _held(key: str, blob: Tensor) -> Held:
+    return Held(key, blob.shape, blob.nbytes)
 
 
 def _full(size: int) -> KVCacheError:

@@ -16,6 +16,7 @@ from kvcache_client import CacheError, Credentials, KVCacheClient
 from kvcache_proto.v1 import kvcache_pb2 as pb
 
 from kvcache_service.bench import scene
+from kvcache_service.engine.events import MOST
 from kvcache_service.evaluation.service import ServiceProcess
 from kvcache_service.prompt import tokens_key
 from tests.conftest import ByteTokenizer
@@ -183,6 +184,7 @@ def test_a_slow_reader_slows_nobody(start_service: Start) -> None:
         for _ in range(60):
             writer.store(64 * CHUNK)
         held, cursor = snapshot(client)
+        assert len(held) > MOST, "a snapshot of several batches"
         for batch in stream:
             index.take(batch)
             if index.cursor == cursor:
