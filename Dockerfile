@@ -11,7 +11,7 @@ ENV PATH=/opt/kvcache/bin:$PATH
 RUN pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch==2.13.0
 WORKDIR /src
 COPY . .
-RUN pip install '.[service]'
+RUN pip install '.[service,otel]'
 
 FROM build AS build-cuda
 RUN pip install '.[gpu]'

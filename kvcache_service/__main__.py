@@ -17,6 +17,7 @@ from wsgiref.simple_server import WSGIServer
 import torch
 from prometheus_client import start_http_server
 
+from kvcache_service import logs
 from kvcache_service.catalog.connection import Connection
 from kvcache_service.catalog.embedded import EmbeddedServer
 from kvcache_service.catalog.keys import Group, tenant_of
@@ -24,6 +25,7 @@ from kvcache_service.catalog.store import Catalog, Change, Limits
 from kvcache_service.config import Config, host_budget, refuse_exposure, refuse_unknown_environment
 from kvcache_service.engine.durable import Durable
 from kvcache_service.engine.engine import Engine, EngineSettings
+from kvcache_service.engine.events import EventSettings
 from kvcache_service.engine.plan import Reason
 from kvcache_service.engine.planning import PlanSettings
 from kvcache_service.engine.quotas import Quotas
@@ -36,7 +38,7 @@ from kvcache_service.kernels.cuda.runtime import CupyRuntime, Runtime
 from kvcache_service.prompt import Policy
 from kvcache_service.quality import Target
 from kvcache_service.rpc import tls
-from kvcache_service.rpc.callers import Tokens
+from kvcache_service.rpc.callers import ANYONE, Tokens
 from kvcache_service.rpc.door import Door
 from kvcache_service.rpc.quotas import RequestRate
 from kvcache_service.rpc.server import Server
@@ -44,6 +46,7 @@ from kvcache_service.telemetry import Telemetry
 from kvcache_service.tiers.disk import DiskTier
 from kvcache_service.tiers.host import HostTier
 from kvcache_service.tiers.shared import SharedDirectory
+from kvcache_service.tracing import Tracing, exported
 
 log = logging.getLogger("kvcache")
 
@@ -106,6 +109,7 @@ def build_engine(config: Config, url: str, telemetry: Telemetry, backend: Backen
         coding=None if config.host_codec == "none" else Codec[config.host_codec.upper()],
         trust=trust,
         quotas=Quotas(config.quota_sessions, config.quota_turns, config.quota_templates, config.quota_models),
+        events=EventSettings(config.event_log, config.quota_event_streams),
     )
     durable = Durable(DiskTier(config.disk_dir, config.disk_bytes) if config.disk_dir is not None else None)
 
@@ -141,27 +145,33 @@ def build_engine(config: Config, url: str, telemetry: Telemetry, backend: Backen
 
 def build_door(config: Config, telemetry: Telemetry) -> Door:
     """Who may call, and how often."""
+    tokens = Tokens(config.tokens_file) if config.tokens_file is not None else None
+    certificates = config.tls_client_ca is not None
+    known = tokens.tenants if tokens is not None else () if certificates else (ANYONE.tenant,)
+    telemetry.tenants.name(known)
     return Door(
-        Tokens(config.tokens_file) if config.tokens_file is not None else None,
-        certificates=config.tls_client_ca is not None,
+        tokens,
+        certificates=certificates,
         rate=RequestRate(config.quota_requests_per_second),
         telemetry=telemetry,
     )
 
 
-def new_telemetry() -> Telemetry:
+def new_telemetry(tenants: int, tracing: Tracing | None = None) -> Telemetry:
     return Telemetry(
         reasons=[r.name.lower() for r in Reason if r is not Reason.NONE],
         policies=[p.value for p in Policy],
         codes=[c.name.lower() for c in Code],
+        tenants=tenants,
+        tracing=tracing,
     )
 
 
 async def serve(config: Config, open_device: Callable[[int], Runtime]) -> None:
     """Run until SIGTERM or SIGINT, then drain. Prints one line with the addresses when ready."""
     refuse_exposure(config)
-    telemetry = new_telemetry()
     with contextlib.ExitStack() as stack:
+        telemetry = new_telemetry(config.metrics_tenants, stack.enter_context(exported(os.environ)))
         url = stack.enter_context(_catalog_url(config))
         engine = build_engine(config, url, telemetry, build_backend(config, open_device))
         stack.callback(engine.close)
@@ -209,9 +219,7 @@ def _masked(url: str) -> str:
 
 def main(config: Config, open_device: Callable[[int], Runtime] = CupyRuntime) -> None:
     """open_device: gives the GPU of an index, or raises RuntimeError."""
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
-    )
+    logs.configure(config.log_level, config.log_format, sys.stderr)
     torch.set_grad_enabled(False)
     torch.set_num_threads(1)  # turns and layers are what runs side by side
     asyncio.run(serve(config, open_device))

@@ -34,9 +34,14 @@ class Config(BaseSettings):
     quota_turns: int | None = Field(None, gt=0, description="open turns that one tenant may hold; none: no limit")
     quota_requests_per_second: float | None = Field(None, gt=0, description="calls of one tenant; none: no limit")
     quota_host_bytes: int | None = Field(None, gt=0, description="host tier bytes that one tenant may hold; none: no limit")
+    quota_event_streams: int | None = Field(8, gt=0, description="readers of KV events that one tenant may have; none: no limit")
+    event_log: int = Field(16384, gt=0, description="KV events that are kept for the readers of one tenant")
     quota_templates: int = Field(4096, gt=0, description="templates that one tenant may register")
     quota_models: int = Field(64, gt=0, description="models that one tenant may register")
     metrics_listen: str = Field("127.0.0.1:9464", pattern=ADDRESS, description="address of /metrics; port 0 picks a free one")
+    metrics_tenants: int = Field(
+        32, ge=0, description="tenants that metrics name, those of tokens_file first; all others are counted together"
+    )
     redis_url: SecretStr | None = Field(
         None, description="Redis or Valkey, also by Sentinel or Cluster (docs/redis.md); none: an embedded Valkey"
     )
@@ -78,6 +83,9 @@ class Config(BaseSettings):
     calibration_audits: int = Field(24, ge=6, description="audits after which a template calibrates itself")
     max_cost_ratio: float = Field(1.0, gt=0, description="predicted reuse over predicted dense time that stops reuse")
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$")
+    log_format: Literal["text", "json"] = Field(
+        "text", description="json: one object a line, with call, tenant, session and turn"
+    )
 
 
 def refuse_unknown_environment(environment: dict[str, str]) -> None:

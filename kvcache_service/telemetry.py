@@ -1,4 +1,4 @@
-"""Every metric of the service, on one registry. Documented in docs/metrics.md; a test compares both."""
+"""Every metric of the service, on one registry. Documented in docs/metrics.md; a test compares both. Spans go along with them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from kvcache_service import logs
+from kvcache_service.tenants import TenantMetrics
+from kvcache_service.tracing import Tracing
 
 OUTCOMES = ("reuse", "partial", "dense", "aborted")
 _FAST = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
@@ -73,6 +77,7 @@ class SlotReport:
 class TurnReport:
     """One finished turn, attributed to exactly one outcome."""
 
+    tenant: str
     outcome: str
     policy: str
     reason: str  # "none" when nothing fell back
@@ -85,8 +90,19 @@ class TurnReport:
 class Telemetry:
     """Counters and histograms; all series exist at zero before the first turn."""
 
-    def __init__(self, reasons: Iterable[str], policies: Iterable[str], codes: Iterable[str]) -> None:
+    def __init__(
+        self,
+        reasons: Iterable[str],
+        policies: Iterable[str],
+        codes: Iterable[str],
+        *,
+        tenants: int,
+        tracing: Tracing | None = None,
+    ) -> None:
+        """tenants: how many of them metrics name."""
+        self.tracing = tracing or Tracing()
         self.registry = CollectorRegistry()
+        self.tenants = TenantMetrics(self.registry, tenants)
         registry = self.registry
         policies = tuple(policies)
         self._turns = Counter("kvcache_turns", "Finished turns by outcome", ["outcome", "policy"], registry=registry)
@@ -131,6 +147,12 @@ class Telemetry:
             self.errors.labels(code)
 
     def turn(self, report: TurnReport) -> None:
+        self.tracing.note(
+            outcome=report.outcome,
+            reason=report.reason,
+            reused_tokens=report.reused_tokens,
+            recomputed_tokens=report.recomputed_tokens,
+        )
         self._turns.labels(report.outcome, report.policy).inc()
         if report.reason != "none":
             self._fallbacks.labels(report.reason).inc()
@@ -139,8 +161,15 @@ class Telemetry:
         self._prompt.inc(report.prompt_tokens)
         self._reused.inc(report.reused_tokens)
         self._recomputed.inc(report.recomputed_tokens)
+        self.tenants.turn(report.tenant, report.prompt_tokens, report.reused_tokens)
         if report.ttft > 0:
             self._ttft.labels(report.outcome).observe(report.ttft)
+
+    def about(self, *, method: str = "", tenant: str = "", session_id: str = "", turn_id: str = "") -> None:
+        """What the current call is about, for its log lines and its span."""
+        logs.about(method=method, tenant=tenant, session_id=session_id, turn_id=turn_id)
+        if self.tracing.on:
+            self.tracing.note(**logs.known())
 
     def audited(self, policy: str, kl: float, top1: float) -> None:
         """One trial beside dense."""

@@ -21,9 +21,10 @@ def documented() -> dict[str, str]:
 
 
 def test_the_table_equals_the_code() -> None:
-    telemetry = new_telemetry()
+    telemetry = new_telemetry(tenants=1)
     telemetry.watch(lambda: dict.fromkeys(GAUGES, 0.0))
     telemetry.watch_slots(list)
+    telemetry.tenants.watch(list)
     exported = {}
     for family in telemetry.registry.collect():
         name = family.name + "_total" if family.type == "counter" else family.name

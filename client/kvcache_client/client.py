@@ -17,6 +17,7 @@ from kvcache_proto.v1 import kvcache_pb2 as pb
 from kvcache_proto.v1 import kvcache_pb2_grpc
 from kvcache_proto.v1.tensors import frames
 
+from kvcache_client import tracing
 from kvcache_client.buffers import Buffers
 from kvcache_client.credentials import PLAIN, Credentials
 from kvcache_client.errors import CacheError, from_rpc
@@ -147,7 +148,8 @@ class KVCacheClient:
             yield from frames(pb.PutRequest, kv, [(0, kv.nbytes)])
 
         try:
-            existed: bool = self._call(self._kvcache.Put, requests()).existed
+            with tracing.step("kvcache.put", call=True):
+                existed: bool = self._call(self._kvcache.Put, requests()).existed
         except CacheError as error:
             if error.code != "CONFLICT":
                 raise
@@ -183,7 +185,9 @@ class KVCacheClient:
             trial=trial,
             fetch=fetch,
         )
-        plan = self._call(self._turns.OpenTurn, request)
+        with tracing.step("kvcache.open", call=True):
+            plan = self._call(self._turns.OpenTurn, request)
+            tracing.note(turn_id=plan.turn_id, prompt_tokens=plan.prompt_tokens, claimable_prefix=plan.claimable_prefix)
         return Turn(
             self._turns,
             self._kvcache,
@@ -207,6 +211,20 @@ class KVCacheClient:
         """Templates, slots and their quality. Raises CacheError."""
         reply: pb.StatusReply = self._call(self._quality.Status, pb.StatusRequest())
         return reply
+
+    def events(self, cursor: str = "", *, snapshot: bool = True) -> Iterator[pb.EventBatch]:
+        """What the tenant's KV in the service's host memory gains and loses, batch after batch, without end. Raises CacheError.
+
+        cursor: of the last batch that was taken in. A batch that is `lost` comes after a gap: forget what is known; with
+        snapshot, batches that tell all that is held follow. Closing the iterator, or letting it go, ends the stream.
+        """
+        call = self._kvcache.Events(pb.EventsRequest(cursor=cursor, snapshot=snapshot), metadata=tracing.metadata())
+        try:
+            yield from call
+        except grpc.RpcError as error:
+            raise from_rpc(error) from error
+        finally:
+            call.cancel()
 
     def lost(self, error: CacheError) -> None:
         """The service did not answer: drop the session and pause, so that a hanging service costs one timeout, not many."""
@@ -286,7 +304,7 @@ class KVCacheClient:
 
     def _call(self, rpc: Callable[..., Reply], request: object, timeout: float | None = None) -> Reply:
         try:
-            return rpc(request, timeout=timeout or self._timeout)
+            return rpc(request, timeout=timeout or self._timeout, metadata=tracing.metadata())
         except grpc.RpcError as error:
             translated = from_rpc(error)
             if translated.code == "STALE_BOOT" and self._session is not None:

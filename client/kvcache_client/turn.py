@@ -13,6 +13,7 @@ from kvcache_proto.v1 import codec
 from kvcache_proto.v1 import kvcache_pb2 as pb
 from kvcache_proto.v1.tensors import FrameError, FrameWriter, frames, ranges
 
+from kvcache_client import tracing
 from kvcache_client.buffers import Buffers
 from kvcache_client.errors import CacheError, from_rpc
 from kvcache_client.stubs import KVCacheStub, TurnsStub
@@ -100,7 +101,8 @@ class Turn:
 
         def read() -> None:
             nonlocal summary
-            for reply in self._stub.FetchTurn(pb.FetchTurnRequest(turn_id=self.plan.turn_id), timeout=self._timeout):
+            request = pb.FetchTurnRequest(turn_id=self.plan.turn_id)
+            for reply in self._stub.FetchTurn(request, timeout=self._timeout, metadata=tracing.metadata()):
                 if isinstance(reply, codec.Frame) or reply.WhichOneof("part") == "frame":
                     writer.write(reply if isinstance(reply, codec.Frame) else reply.frame)
                     progress(writer.received // layer_bytes)
@@ -111,7 +113,7 @@ class Turn:
             if self._private is not None:
                 writer.finish()
 
-        self._call(read)
+        self._call("kvcache.fetch", read)
         if summary is None:
             raise CacheError("MISS", "the service ended the stream early", fix="prefill")
         self.fetch_seconds = time.perf_counter() - started
@@ -125,7 +127,7 @@ class Turn:
             if self._private is not None:
                 yield from frames(pb.ObserveRequest, self.buffer, self._wire([(start, start + tokens)]))
 
-        self._call(lambda: self._stub.Observe(requests(), timeout=self._timeout))
+        self._call("kvcache.observe", lambda: self._stub.Observe(requests(), timeout=self._timeout, metadata=tracing.metadata()))
 
     def settle(
         self,
@@ -164,15 +166,20 @@ class Turn:
             observe_start=start,
             observe_tokens=tokens,
         )
-        reply = self._call(lambda: self._stub.SettleTurn(request, timeout=self._timeout))
+        reply = self._call(
+            "kvcache.settle", lambda: self._stub.SettleTurn(request, timeout=self._timeout, metadata=tracing.metadata())
+        )
         self._close()
         return reply
 
     def release(self) -> None:
         """Give the turn up; never raises. A service that is gone has nothing left to free."""
         if not self._over:
+            request = pb.ReleaseRequest(turn_id=self.plan.turn_id)
             with contextlib.suppress(CacheError):
-                self._call(lambda: self._kvcache.Release(pb.ReleaseRequest(turn_id=self.plan.turn_id), timeout=self._timeout))
+                self._call(
+                    "kvcache.release", lambda: self._kvcache.Release(request, timeout=self._timeout, metadata=tracing.metadata())
+                )
             self._close()
 
     def __enter__(self) -> Turn:
@@ -193,7 +200,13 @@ class Turn:
     def _wire(self, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         return ranges(range(self._planes), self.plan.buffer_tokens, self._row, spans)
 
-    def _call(self, rpc: Callable[[], Reply]) -> Reply:
+    def _call(self, name: str, rpc: Callable[[], Reply]) -> Reply:
+        """name: of its span."""
+        with tracing.step(name, call=True):
+            tracing.note(turn_id=self.plan.turn_id)
+            return self._answer(rpc)
+
+    def _answer(self, rpc: Callable[[], Reply]) -> Reply:
         try:
             return rpc()
         except grpc.RpcError as error:

@@ -161,6 +161,29 @@ DASHBOARDS: dict[str, tuple[str, list[Panel]]] = {
             Panel("Lost commits", "reqps", {"commits": "sum(rate(kvcache_catalog_commit_failures_total$w))"}),
         ],
     ),
+    "tenants": (
+        "KV cache: tenants",
+        [
+            Panel("Calls", "reqps", {"{{tenant}}": "sum by (tenant) (rate(kvcache_tenant_calls_total$w))"}),
+            Panel("Refused calls", "reqps", {"{{tenant}}": "sum by (tenant) (rate(kvcache_tenant_refused_total$w))"}),
+            Panel("Prompt tokens", "short", {"{{tenant}}": "sum by (tenant) (rate(kvcache_tenant_prompt_tokens_total$w))"}),
+            Panel(
+                "Reuse rate",
+                "percentunit",
+                {"{{tenant}}": ratio("kvcache_tenant_reused_tokens_total", "kvcache_tenant_prompt_tokens_total", "tenant")},
+                "Prompt tokens that no worker had to compute.",
+            ),
+            Panel("Host tier", "bytes", {"{{tenant}}": "sum by (tenant) (kvcache_tenant_host_bytes)"}),
+            Panel(
+                "Quotas",
+                "percentunit",
+                {"{{tenant}} {{quota}}": "max by (tenant, quota) (kvcache_tenant_quota_share)"},
+                "What is in use of each; 0 without a limit. A full share of the host tier is no trouble: it evicts its own.",
+            ),
+            Panel("Sessions", "short", {"{{tenant}}": "sum by (tenant) (kvcache_tenant_sessions)"}),
+            Panel("Open turns", "short", {"{{tenant}}": "sum by (tenant) (kvcache_tenant_open_turns)"}),
+        ],
+    ),
 }
 
 

@@ -107,7 +107,7 @@ def connector(url: str, timeout: float) -> Callable[[], Store]:
     family, _, kind = parts.scheme.partition("+")
     if family not in ("redis", "rediss") or kind not in ("sentinel", "cluster"):
         raise ValueError(
-            f"redis_url begins with {parts.scheme}://; use redis, rediss or unix, or +sentinel or +cluster after one of the first two"
+            f"redis_url begins with {parts.scheme}://; use redis, rediss or unix, the first two also with +sentinel or +cluster"
         )
     query = dict(parse_qsl(parts.query))
     sentinel: dict[str, Any] = {

@@ -19,11 +19,12 @@ from kvcache_service.catalog.store import Catalog, Change
 from kvcache_service.engine import assembly
 from kvcache_service.engine.cost import CostModel
 from kvcache_service.engine.durable import Durable
+from kvcache_service.engine.events import Events, EventSettings
 from kvcache_service.engine.memory import Memory
 from kvcache_service.engine.plan import Action, Plan, Reason, Trial
 from kvcache_service.engine.planning import Planner, PlanSettings, bypass
 from kvcache_service.engine.prefixes import Prefixes, refuse_non_finite
-from kvcache_service.engine.quotas import Quotas, refuse_more
+from kvcache_service.engine.quotas import Quotas, refuse_more, reports
 from kvcache_service.engine.sessions import Phase, Session, Settled, Settlement, Turn, Verdict
 from kvcache_service.engine.trust import ProbeLimits, TemplateStatus, Trust, TrustSettings
 from kvcache_service.engine.update import Update
@@ -35,6 +36,7 @@ from kvcache_service.kernels.codec import Codec
 from kvcache_service.prompt import Fixed, Policy, Span, Template, check_tokens, chunked, context_keys, lay_out, tokens_key
 from kvcache_service.quality import Calibration
 from kvcache_service.telemetry import SlotReport, Telemetry, TurnReport
+from kvcache_service.tenants import TenantReport
 from kvcache_service.tiers.host import HostTier, Pin
 from kvcache_service.tiers.shared import BufferPool, SharedDirectory
 
@@ -55,6 +57,7 @@ class EngineSettings:
     coding: Codec | None  # of stored KV that promises nothing exact
     trust: TrustSettings
     quotas: Quotas
+    events: EventSettings
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,7 @@ class Engine:
         self._prefixes = Prefixes(self._memory, self._lock, backend)
         self._catalog = catalog(self._anchors_changed, durable.keep_epoch)
         self._catalog_up = True
+        self.events = Events(tier, boot_id, settings.events)
         self._trust = Trust(settings.trust, self._catalog, durable, telemetry, draw)
         self._models: dict[str, Geometry] = {}
         self._rotations: dict[str, cpu.Rotations] = {}
@@ -108,6 +112,7 @@ class Engine:
         self._finished: OrderedDict[str, tuple[str, Finished | None]] = OrderedDict()  # tenant, and how it ended
         telemetry.watch(self.gauges)
         telemetry.watch_slots(self.audited_slots)
+        telemetry.tenants.watch(self.tenants)
 
     @property
     def device(self) -> str:
@@ -487,6 +492,13 @@ class Engine:
         with self._lock:
             return self._trust.audited_slots(self._template)
 
+    def tenants(self) -> list[TenantReport]:
+        """What every tenant holds that holds anything."""
+        with self._lock:
+            sessions, turns = (s.tenant for s in self._sessions.values()), (t.tenant for t in self._turns.values())
+            templates, models = (owner for owner, _ in self._templates), (group.tenant for group in self._costs)
+            return reports(self.settings.quotas, self._tier, sessions, turns, templates, models)
+
     def check_catalog(self) -> bool:
         """A real call to the metadata store; for health."""
         self._catalog_up = self._catalog.ping()
@@ -560,7 +572,8 @@ class Engine:
         commit, committed = update.commit(), True
         if commit is not None:
             try:
-                outcome = self._catalog.commit(commit)
+                with self._telemetry.tracing.span("kvcache.commit", inserts=len(commit.inserts), uses=len(commit.uses)):
+                    outcome = self._catalog.commit(commit)
                 update.accepted = outcome.accepted
                 self._catalog_up = True
             except KVCacheError:
@@ -589,7 +602,8 @@ class Engine:
             turn.phase = Phase.RELEASED
         self._finish(turn, None, lost=lost)
         if turn.trial is None:
-            self._telemetry.turn(TurnReport("aborted", turn.plan.policy.value, "none", turn.plan.prompt_tokens, 0, 0, 0.0))
+            policy, tokens = turn.plan.policy.value, turn.plan.prompt_tokens
+            self._telemetry.turn(TurnReport(turn.tenant, "aborted", policy, "none", tokens, 0, 0, 0.0))
 
     def _finish(self, turn: Turn, done: Finished | None, *, lost: bool = False) -> None:
         turn.lease.release()
@@ -618,11 +632,8 @@ class Engine:
             outcome = "aborted"
         elif settlement.verdict is Verdict.REJECTED:
             outcome, reason, reused = "dense", settlement.reason, 0
-        self._telemetry.turn(
-            TurnReport(
-                outcome, plan.policy.value, reason.name.lower(), plan.prompt_tokens, reused, fresh - dense, settlement.ttft
-            )
-        )
+        name, policy, ttft = reason.name.lower(), plan.policy.value, settlement.ttft
+        self._telemetry.turn(TurnReport(turn.tenant, outcome, policy, name, plan.prompt_tokens, reused, fresh - dense, ttft))
         if settlement.fetch > 0:
             self._telemetry.fetch.observe(settlement.fetch)
         if settlement.verdict is Verdict.ACCEPTED and settlement.first_forward > 0:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvcache_service.errors import Code, KVCacheError
+from kvcache_service.tenants import TenantReport
+from kvcache_service.tiers.host import HostTier
 
 _RETRY_SECONDS = 1.0  # what is full may have room by then
 
@@ -18,6 +21,26 @@ class Quotas:
     turns: int | None = None
     templates: int | None = None
     models: int | None = None
+
+
+def reports(
+    quotas: Quotas, tier: HostTier, sessions: Iterable[str], turns: Iterable[str], templates: Iterable[str], models: Iterable[str]
+) -> list[TenantReport]:
+    """What every tenant holds. sessions, turns, templates, models: the owner of each."""
+    held = {"sessions": Counter(sessions), "turns": Counter(turns), "templates": Counter(templates), "models": Counter(models)}
+    held["host_bytes"] = Counter(tier.owned())
+    limits = {name: getattr(quotas, name) for name in ("sessions", "turns", "templates", "models")} | {"host_bytes": tier.share}
+    tenants = set[str]().union(*held.values())
+    return [
+        TenantReport(
+            tenant,
+            sessions=held["sessions"][tenant],
+            open_turns=held["turns"][tenant],
+            host_bytes=held["host_bytes"][tenant],
+            shares={name: count[tenant] / limits[name] if limits[name] else 0.0 for name, count in held.items()},
+        )
+        for tenant in tenants
+    ]
 
 
 def refuse_more(quota: str, limit: int | None, mine: Iterable[bool], what: str, fix: str) -> None:

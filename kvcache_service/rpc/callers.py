@@ -67,6 +67,10 @@ class Tokens:
         self._stamp = _stamp(path)
         self._entries = _read(path)
 
+    @property
+    def tenants(self) -> frozenset[str]:
+        return frozenset(entry.tenant for entry in self._entries)
+
     def find(self, secret: str) -> Caller | None:
         """The caller that a token stands for; None when it is unknown or has expired. Takes the same time for any unknown one."""
         self._refresh()

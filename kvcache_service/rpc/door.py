@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 audit = logging.getLogger("kvcache.audit")
 ADMIN = frozenset({"kvcache.v1.Quality.Calibrate"})  # methods that change what is trusted
 BEGIN = frozenset({"kvcache.v1.KVCache.Attach", "kvcache.v1.Turns.OpenTurn"})  # what a service that drains does not start
+LASTING = frozenset({"kvcache.v1.KVCache.Attach", "kvcache.v1.KVCache.Events"})  # no span of theirs would end
 _BEARER = "Bearer "
 
 
@@ -46,25 +48,44 @@ class Door:
 
     def unary(self, method: str, call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         async def admitted(request: Any, context: Context) -> Any:
-            return await call(request, context, await self._admit(method, request, context))
+            with self._span(method, context):
+                caller = await self._admit(method, request, context)
+                with self._counted(caller):
+                    return await call(request, context, caller)
 
         return admitted
 
     def stream(self, method: str, call: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
         async def admitted(request: Any, context: Context) -> AsyncIterator[Any]:
-            caller = await self._admit(method, request, context)
-            async for reply in call(request, context, caller):
-                yield reply
+            with self._span(method, context):
+                caller = await self._admit(method, request, context)
+                with self._counted(caller):
+                    async for reply in call(request, context, caller):
+                        yield reply
 
         return admitted
+
+    @contextmanager
+    def _counted(self, caller: Caller) -> Iterator[None]:
+        try:
+            yield
+        except grpc.aio.AbortError:
+            self._telemetry.tenants.refused(caller.tenant)
+            raise
+
+    def _span(self, method: str, context: Context) -> AbstractContextManager[None]:
+        return nullcontext() if method in LASTING else self._telemetry.tracing.call(method, context.invocation_metadata() or ())
 
     async def _admit(self, method: str, request: Any, context: Context) -> Caller:
         """Ends the call with UNAUTHENTICATED, PERMISSION, DRAINING, BUSY or INVALID where it may not go on."""
         async with translated(context, self._telemetry):
-            name = "unknown"
+            name, caller = "unknown", None
             try:
                 caller = self._identify(context)
+                self._telemetry.tenants.call(caller.tenant)
                 name = f"{caller.tenant}/{caller.name}"
+                session_id, turn_id = _named(request, "session_id"), _named(request, "turn_id")
+                self._telemetry.about(method=method, tenant=caller.tenant, session_id=session_id, turn_id=turn_id)
                 if method in ADMIN and not caller.admin:
                     raise KVCacheError(Code.PERMISSION, "only an admin may do this", fix="call with an admin's credentials")
                 if self._draining and method in BEGIN:
@@ -75,7 +96,12 @@ class Door:
                 if isinstance(request, Message):  # a stream's header is looked at when it comes
                     refuse_oversized(request)
             except KVCacheError as error:
-                audit.warning("%s %s from %s: refused, %s", name, method, context.peer(), error.code.name.lower())
+                if caller is None:
+                    self._telemetry.about(method=method)
+                else:
+                    self._telemetry.tenants.refused(caller.tenant)
+                code = error.code.name.lower()
+                audit.warning("%s %s from %s: refused, %s", name, method, context.peer(), code, extra={"code": code})
                 raise
             if method in ADMIN:
                 audit.info("%s %s from %s: admitted", name, method, context.peer())
@@ -99,6 +125,11 @@ class Door:
                 fix="send metadata `authorization: Bearer TOKEN`, or a certificate that names kvcache://tenant/NAME",
             )
         return caller
+
+
+def _named(request: Any, field: str) -> str:
+    """What a request says of its turn or session; a stream says it in its header, later."""
+    return str(getattr(request, field, ""))
 
 
 def _bearer(context: Context) -> str:

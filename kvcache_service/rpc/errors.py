@@ -50,6 +50,9 @@ STATUS: dict[Code, tuple[StatusCode, bool]] = {
     Code.DRAINING: (StatusCode.UNAVAILABLE, True),
 }
 
+# What spans show as errors; others are the caller's.
+_FAULTS = frozenset({StatusCode.INTERNAL, StatusCode.UNAVAILABLE, StatusCode.UNIMPLEMENTED, StatusCode.DATA_LOSS})
+
 
 @asynccontextmanager
 async def translated(context: Context, telemetry: Telemetry) -> AsyncIterator[None]:
@@ -78,8 +81,11 @@ def _let_go(error: BaseException | None) -> None:
 
 
 async def _abort(context: Context, telemetry: Telemetry, error: KVCacheError) -> None:
-    telemetry.errors.labels(error.code.name.lower()).inc()
+    code = error.code.name.lower()
+    telemetry.errors.labels(code).inc()
+    log.debug("refused: %s", code, extra={"code": code})
     status, retry = STATUS[error.code]
+    telemetry.tracing.refused(code, status.value[0], fault=status in _FAULTS)
     detail = pb.ErrorDetail(
         code=f"ERROR_CODE_{error.code.name}", field=error.field[:_MAX_TEXT], fix=error.fix[:_MAX_TEXT], retry=retry
     )

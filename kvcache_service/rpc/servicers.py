@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager
+from contextvars import copy_context
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -18,15 +20,17 @@ from kvcache_proto.v1 import kvcache_pb2 as pb
 from kvcache_proto.v1.tensors import FRAME_BYTES, FrameError, FrameWriter, frames, ranges
 from torch import Tensor
 
+from kvcache_service.engine import assembly
 from kvcache_service.engine.engine import Engine, Opened
 from kvcache_service.engine.sessions import Turn
 from kvcache_service.errors import Code, KVCacheError, invalid
-from kvcache_service.rpc import convert
+from kvcache_service.rpc import convert, events
 from kvcache_service.rpc.callers import Caller
 from kvcache_service.rpc.errors import translated
 from kvcache_service.rpc.limits import refuse_oversized
 from kvcache_service.telemetry import Telemetry
 
+log = logging.getLogger(__name__)
 PROTOCOL = 1
 # Of layers that a worker hears of together. Through a stream, the next band is assembled while the last one travels.
 _SHARED_BAND_BYTES, _STREAM_BAND_BYTES = 8 << 20, 2 << 20
@@ -44,7 +48,7 @@ class _Base:
         self._executor = executor
 
     async def _run(self, call: Callable[..., Result], *args: object, **kwargs: object) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, partial(call, *args, **kwargs))
+        return await _within(self._executor, partial(call, *args, **kwargs))
 
     async def _ahead(self, work: Iterator[Result]) -> AsyncIterator[Result]:
         """The items of `work`, made by the thread pool; the next one is made while the last one is used."""
@@ -91,7 +95,7 @@ class KVCacheServicer(_Base):
         self._over = asyncio.Event()
 
     def end_sessions(self) -> None:
-        """Every attached worker's stream ends, as if it had left."""
+        """Every attached worker's stream ends, as if it had left, and every reader's of events."""
         self._over.set()
 
     async def Hello(self, request: pb.HelloRequest, context: Context, caller: Caller) -> pb.HelloReply:
@@ -122,6 +126,8 @@ class KVCacheServicer(_Base):
     ) -> AsyncIterator[pb.SessionEvent]:
         async with self._translated(context):
             session_id = await self._run(self._engine.open_session, caller.tenant)
+            self._telemetry.about(session_id=session_id)
+            log.debug("attached")
         try:
             yield pb.SessionEvent(session_id=session_id, boot_id=self._engine.boot_id)
             leaving = asyncio.ensure_future(_exhausted(requests))
@@ -168,6 +174,11 @@ class KVCacheServicer(_Base):
         async with self._translated(context):
             return pb.ReleaseReply(released=await self._run(self._engine.release, caller.tenant, request.turn_id))
 
+    async def Events(self, request: pb.EventsRequest, context: Context, caller: Caller) -> AsyncIterator[pb.EventBatch]:
+        async with self._translated(context):
+            async for batch in events.follow(self._engine.events, caller.tenant, request, self._over, self._run):
+                yield batch
+
 
 async def _exhausted(requests: AsyncIterator[pb.Heartbeat]) -> None:
     async for _ in requests:
@@ -180,6 +191,7 @@ class TurnsServicer(_Base):
     def __init__(self, engine: Engine, telemetry: Telemetry, executor: Executor, settling: Executor) -> None:
         super().__init__(engine, telemetry, executor)
         self._settling = settling
+        self._tracing = telemetry.tracing
 
     async def OpenTurn(self, request: pb.OpenTurnRequest, context: Context, caller: Caller) -> pb.OpenTurnReply:
         async with self._translated(context):
@@ -202,19 +214,34 @@ class TurnsServicer(_Base):
                 trial=convert.trial(request),
             )
             opened = await self._or_release(caller.tenant, asyncio.ensure_future(opening))
+            self._telemetry.about(turn_id=opened.turn.turn_id)
+            log.debug("opened")
             return convert.opened(opened, self._engine.settings.lease_seconds)
 
     def _open(self, fetch: bool, tenant: str, *args: Any, **kwargs: Any) -> Opened:
         """Open a turn; with `fetch`, what it reuses lies in its buffer afterwards."""
-        opened = self._engine.open_turn(tenant, *args, **kwargs)
+        with self._tracing.span("kvcache.plan"):
+            opened = self._engine.open_turn(tenant, *args, **kwargs)
+            self._telemetry.about(turn_id=opened.turn.turn_id)
+            if self._tracing.on:
+                self._tracing.note(**_planned(opened.turn))
         if fetch:
             try:
-                for _ in self._engine.assemble(opened.turn, opened.turn.buffer.capacity):
+                for _ in self._assembled(opened.turn, opened.turn.buffer.capacity):
                     pass
             except BaseException:
                 self._engine.release(tenant, opened.turn.turn_id)
                 raise
         return opened
+
+    def _assembled(self, turn: Turn, band_bytes: int) -> Iterator[range]:
+        reused = assembly.fetched_tokens(turn.plan)
+        with self._tracing.aside("kvcache.assemble", turn_id=turn.turn_id, bytes=reused * turn.geometry.token_bytes):
+            yield from self._engine.assemble(turn, band_bytes)
+
+    def _traced(self, name: str, call: Callable[..., Result], *args: object) -> Result:
+        with self._tracing.span(name):
+            return call(*args)
 
     async def _or_release(self, tenant: str, opening: asyncio.Future[Opened]) -> Opened:
         """A client that went away while its turn was opened will never name it: give it up here."""
@@ -231,7 +258,7 @@ class TurnsServicer(_Base):
         async with self._translated(context):
             turn = await self._run(self._engine.turn, caller.tenant, request.turn_id)
             sent, band_bytes = 0, _SHARED_BAND_BYTES if turn.buffer.path else _STREAM_BAND_BYTES
-            async for layers in self._ahead(self._engine.assemble(turn, band_bytes)):
+            async for layers in self._ahead(self._assembled(turn, band_bytes)):
                 if turn.buffer.path:
                     yield pb.FetchTurnReply(layers=layers.stop)
                     continue
@@ -239,6 +266,7 @@ class TurnsServicer(_Base):
                 sent += sum(length for _, length in wire)
                 async for message in self._ahead(frames(pb.FetchTurnReply, _memory(turn.buffer.bytes), wire)):
                     yield message
+            self._tracing.note(bytes=sent)
             yield pb.FetchTurnReply(summary=pb.FetchSummary(assembly_seconds=turn.assembly_seconds, bytes=sent))
 
     async def Observe(
@@ -246,6 +274,7 @@ class TurnsServicer(_Base):
     ) -> pb.ObserveReply:
         async with self._translated(context):
             header = (await _first(requests)).header
+            self._telemetry.about(turn_id=header.turn_id)
             turn = await self._run(
                 self._engine.check_observation,
                 caller.tenant,
@@ -257,19 +286,25 @@ class TurnsServicer(_Base):
             # Into memory of its own: by the time the last frame is here, the turn's buffer may serve another turn.
             shape = turn.geometry.shape(header.tokens)
             staged = await self._run(
+                self._traced,
+                "kvcache.observe",
                 self._engine.observe,
                 turn,
                 header.start,
                 header.tokens,
                 None if turn.buffer.path else await self._received(requests, shape, turn.geometry.dtype),
             )
+            self._tracing.note(tokens=header.tokens, bytes=staged)
             return pb.ObserveReply(bytes=staged)
 
     async def SettleTurn(self, request: pb.SettleTurnRequest, context: Context, caller: Caller) -> pb.SettleTurnReply:
         async with self._translated(context):
             observed = (request.observe_start, request.observe_tokens) if request.observe_tokens else None
-            settle = partial(self._engine.settle, caller.tenant, request.turn_id, convert.settlement(request), observed)
-            settled = await asyncio.get_running_loop().run_in_executor(self._settling, settle)
+            settlement = convert.settlement(request)
+            settle = partial(self._engine.settle, caller.tenant, request.turn_id, settlement, observed)
+            settled = await _within(self._settling, partial(self._traced, "kvcache.settle", settle))
+            self._tracing.note(verdict=settlement.verdict.name.lower(), candidates=settled.candidates, accepted=settled.accepted)
+            log.debug("settled: %s, %d of %d candidates", settlement.verdict.name.lower(), settled.accepted, settled.candidates)
             return pb.SettleTurnReply(
                 repeated=settled.repeated,
                 candidates=settled.candidates,
@@ -303,8 +338,26 @@ class QualityServicer(_Base):
             )
 
 
+async def _within(executor: Executor, call: Callable[[], Result]) -> Result:
+    """Run `call` on a thread, in a copy of this task's context: log lines there are about this call too."""
+    return await asyncio.get_running_loop().run_in_executor(executor, copy_context().run, call)
+
+
 def _memory(tensor: Tensor) -> memoryview:
     return tensor.view(torch.uint8).numpy().data.cast("B")
+
+
+def _planned(turn: Turn) -> dict[str, str | int | bool]:
+    """What a plan's span says of it."""
+    plan = turn.plan
+    return {
+        "template": turn.template.template_id,
+        "policy": plan.policy.value,
+        "reason": plan.reason.name.lower(),
+        "prompt_tokens": plan.prompt_tokens,
+        "fresh_tokens": len(plan.fresh),
+        "trial": turn.trial is not None,
+    }
 
 
 def _wire(turn: Turn, layers: range) -> list[tuple[int, int]]:

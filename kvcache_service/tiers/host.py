@@ -13,6 +13,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch import Tensor
 from kvcache_service.errors import Code, KVCacheError
 from kvcache_service.tiers.arena import Arena
 
+Mark = TypeVar("Mark")
 PROTECTED = 0.8  # share of what is not pinned; the rest is for what has still to prove its use
 HARD = 0.5  # share of the budget that hard pins may take
 
@@ -30,6 +32,14 @@ class Pin(enum.Enum):
     NONE = enum.auto()
     SOFT = enum.auto()
     HARD = enum.auto()
+
+
+class Held(NamedTuple):
+    """What is told of a blob. Not the blob: whoever kept it would keep its memory from being used again."""
+
+    key: str
+    shape: torch.Size
+    nbytes: int
 
 
 class Lease:
@@ -99,11 +109,22 @@ class HostTier:
         self._leases: set[Lease] = set()
         self._held: Counter[int] = Counter()  # address of a leased blob -> leases
         self._leased_bytes = 0
+        self._on_change: Callable[[Held, bool], None] = lambda held, gone: None
         self.evictions = 0
 
     @property
     def budget(self) -> int:
         return self._arena.size
+
+    @property
+    def share(self) -> int | None:
+        """Bytes that one owner's blobs may hold; None: no limit."""
+        return self._share
+
+    def owned(self) -> dict[str, int]:
+        """Bytes of every owner's blobs."""
+        with self._lock:
+            return dict(self._owned)
 
     @property
     def memory(self) -> Tensor:
@@ -125,8 +146,10 @@ class HostTier:
             if not self._arena.owns(blob):
                 mine = self._empty(blob.shape, blob.dtype)
                 mine.copy_(blob)
-            self._drop(key)
+            replaced = self._drop(key) is not None
             self._add(key, _Entry(mine, self._clock()), pin)
+            if not replaced:
+                self._on_change(_held(key, mine), False)
 
     def get(self, key: str) -> Tensor | None:
         """The blob, marked as used; None is a miss."""
@@ -190,7 +213,17 @@ class HostTier:
         """Forget blobs; their memory is freed when the last lease ends. Unknown keys are ignored."""
         with self._lock:
             for key in keys:
-                self._drop(key)
+                self._forget(key)
+
+    def holdings(self, owner: str, mark: Callable[[], Mark]) -> tuple[list[Held], Mark]:
+        """All that an owner has here, and what mark() gives while nothing can change."""
+        with self._lock:
+            mine = [(key, entry) for segment in self._segments for key, entry in segment.items() if self._owner(key) == owner]
+            return [_held(key, entry.blob) for key, entry in mine], mark()
+
+    def watch(self, on_change: Callable[[Held, bool], None]) -> None:
+        """Be told of every blob that comes or, True, goes, under the tier's lock: on_change must be quick and not call back."""
+        self._on_change = on_change
 
     def expire(self) -> None:
         """Drop what was not used for `idle_seconds`, but for pins and leases."""
@@ -200,7 +233,7 @@ class HostTier:
             before = self._clock() - self._idle_seconds
             for segment in (self._fresh, self._protected):
                 for key in [k for k, entry in segment.items() if entry.used_at <= before and not self._leased(entry)]:
-                    self._drop(key)
+                    self._forget(key)
 
     @property
     def used_bytes(self) -> int:
@@ -268,11 +301,18 @@ class HostTier:
             entry.used_at = self._clock()
         return entry
 
-    def _drop(self, key: str) -> None:
+    def _drop(self, key: str) -> _Entry | None:
         for segment in self._segments:
             entry = segment.take(key)
             if entry is not None:
                 self._owned[self._owner(key)] -= entry.blob.nbytes
+                return entry
+        return None
+
+    def _forget(self, key: str) -> None:
+        entry = self._drop(key)
+        if entry is not None:
+            self._on_change(_held(key, entry.blob), True)
 
     def _leased(self, entry: _Entry) -> bool:
         return entry.blob.data_ptr() in self._held
@@ -286,7 +326,7 @@ class HostTier:
             victim = next(self._evictable(), None)
             if victim is None:
                 raise _full(size)
-            self._drop(victim)
+            self._forget(victim)
             self.evictions += 1
             block = self._arena.take(size)
         return block.view(dtype).view(*shape)
@@ -311,7 +351,7 @@ class HostTier:
                 fix="end turns that hold leases, unpin, or raise quota_host_bytes",
             )
         for victim in victims:
-            self._drop(victim)
+            self._forget(victim)
             self.evictions += 1
 
     def _evictable(self) -> Iterator[str]:
@@ -338,6 +378,10 @@ class HostTier:
                 field="pin",
                 fix=f"pin softly, or unpin: hard pins may take {HARD:.0%} of the host tier",
             )
+
+
+def _held(key: str, blob: Tensor) -> Held:
+    return Held(key, blob.shape, blob.nbytes)
 
 
 def _full(size: int) -> KVCacheError:

@@ -314,3 +314,21 @@ class EvictionStorm(RuleBasedStateMachine):
 
 EvictionStorm.TestCase.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)
 TestEvictionStorm = EvictionStorm.TestCase
+
+
+def test_who_watches_holds_no_memory() -> None:
+    """Neither what is told of blobs nor a listing keeps an evicted one's memory: the tier would empty itself for nothing."""
+    tier, told = tier_of(4), []
+    tier.watch(lambda held, gone: told.append(("-" if gone else "+") + held.key))
+    for name in "abcd":
+        tier.put(name, blob(1))
+    held, mark = tier.holdings("", lambda: len(told))
+    assert [(one.key, one.nbytes, one.shape) for one in held] == [(name, UNIT, (UNIT,)) for name in "abcd"]
+    assert mark == 4
+    tier.put("e", blob(1))
+    assert told == ["+a", "+b", "+c", "+d", "-a", "+e"], "one goes for one that comes"
+    tier.remove(["e", "nobody"])
+    tier.pin("b", Pin.SOFT)
+    tier.put("c", blob(1, value=2))
+    assert told[6:] == ["-e"], "another pin or other bytes are no news"
+    tier.check()

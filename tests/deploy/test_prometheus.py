@@ -202,6 +202,13 @@ CASES: dict[str, tuple[list[dict[str, str]], list[dict[str, str]]]] = {
         [series("kvcache_errors_total", "0+120x130", code="unauthenticated")],
         [series("kvcache_errors_total", "0+10x130", code="permission")],
     ),
+    "KVCacheTenantNearQuota": (
+        [series("kvcache_tenant_quota_share", "0.95x130", tenant="a", quota="turns")],
+        [
+            series("kvcache_tenant_quota_share", "0.5x130", tenant="a", quota="turns"),
+            series("kvcache_tenant_quota_share", "1x130", tenant="a", quota="host_bytes"),
+        ],
+    ),
 }
 
 

@@ -20,6 +20,7 @@ import torch
 from kvcache_proto.v1 import kvcache_pb2 as pb
 from torch import Tensor
 
+from kvcache_client import tracing
 from kvcache_client.adapters.audit import Auditor, Distance
 from kvcache_client.adapters.description import model_request
 from kvcache_client.adapters.slots import SlotCache
@@ -245,14 +246,18 @@ class Call:
         self._logits = torch.empty(0)
         self.ttft = self.first_forward = 0.0
         self._turn: Turn | None = None
+        self._work = tracing.begin("kvcache.turn")
         self._counted = cache and trial is None  # audits wait for the calls that serve somebody
         if self._counted:
             self._shared.auditor.call_begins()
         if cache:
             try:
-                self._turn = agent.open(encoded, max_new_tokens, policy, trial)
+                with self._work.current():
+                    self._turn = agent.open(encoded, max_new_tokens, policy, trial)
+                self._work.note(turn_id=self._turn.plan.turn_id)
             except CacheError as error:
                 if trial is not None:
+                    self._work.end()
                     raise
                 self._lose(error)
 
@@ -263,7 +268,8 @@ class Call:
         if turn is not None:
             try:
                 if turn.reuses:
-                    turn.fetch()
+                    with self._work.current():
+                        turn.fetch()
             except CacheError as error:
                 self._lose(error)
                 turn = None
@@ -272,9 +278,12 @@ class Call:
         probe = [p for s in turn.plan.segments for p in s.probed] if turn is not None else []
         corrected = self._cache.buffer[1:, :, probe].clone() if probe else None
         begun = self._clock()
-        self._logits = self._forward(fresh)
+        with self._work.current(), tracing.step("kvcache.prefill"):
+            tracing.note(fresh_tokens=len(fresh))
+            self._logits = self._forward(fresh)
         if turn is not None and corrected is not None:
-            self._judge(turn, probe, corrected)
+            with self._work.current(), tracing.step("kvcache.probe"):
+                self._judge(turn, probe, corrected)
         self.first_forward = self._clock() - begun
         self.ttft = self._clock() - self._started
         return self._logits
@@ -295,7 +304,13 @@ class Call:
     @torch.no_grad()
     def decode(self, sampler: Sampler = greedy, *, limit: int | None = None) -> tuple[int, ...]:
         """Generate up to max_new_tokens, or `limit` if that is less; a stop token ends it and is not part of the answer."""
-        logits, most = self._logits, min(self._max_new, limit or self._max_new)
+        with self._work.current(), tracing.step("kvcache.decode"):
+            self._generate(sampler, min(self._max_new, limit or self._max_new))
+            tracing.note(output_tokens=len(self._tokens))
+        return tuple(self._tokens)
+
+    def _generate(self, sampler: Sampler, most: int) -> None:
+        logits = self._logits
         while True:
             token = sampler(logits)
             if token in self._shared.stop_ids:
@@ -307,7 +322,6 @@ class Call:
             position = self._n + len(self._tokens) - 1
             ids, positions = torch.tensor([token]), torch.tensor([position])
             logits = self._cache.forward(self._shared.model, ids, positions, position + 1, logits=1)[0]
-        return tuple(self._tokens)
 
     def follow(self, token_ids: Sequence[int], *, stopped: bool) -> Tensor:
         """Instead of decode(): take a given answer for the call's own, in one forward. Returns score() of it.
@@ -329,13 +343,22 @@ class Call:
         turn, answer = self._turn, self.answer
         if turn is not None:
             try:
-                self._settle(turn)
+                with self._work.current():
+                    self._settle(turn)
                 if turn.plan.audit:
                     self._shared.auditor.submit(self._agent, self._samples, self._tokens)
             except CacheError as error:
                 self._shared.faults.count(error)
             finally:
                 turn.release()
+        self._work.note(
+            outcome=answer.outcome,
+            reason=answer.reason,
+            prompt_tokens=answer.prompt_tokens,
+            reused_tokens=answer.reused_tokens,
+            recomputed_tokens=answer.recomputed_tokens,
+            ttft=answer.ttft,
+        )
         self._end()
         return answer
 
@@ -343,15 +366,21 @@ class Call:
         """End a trial with its distance from dense. Raises CacheError; a trial whose turn was lost reports nothing."""
         if self._turn is not None:
             measured = pb.Distance(kl=distance.kl, top1=distance.top1, tokens=distance.tokens)
-            self._turn.settle(pb.VERDICT_AUDITED, probes=self._probes, distance=measured)
+            with self._work.current():
+                self._turn.settle(pb.VERDICT_AUDITED, probes=self._probes, distance=measured)
+        self._work.note(outcome="audited")
+        self._end()
 
     def abort(self) -> None:
         """Leave without a verdict: nothing changes anywhere."""
         if self._turn is not None:
-            self._turn.release()
+            with self._work.current():
+                self._turn.release()
+        self._work.note(outcome="aborted")
         self._end()
 
     def _end(self) -> None:
+        self._work.end()
         if self._counted:
             self._counted = False
             self._shared.auditor.call_ends()

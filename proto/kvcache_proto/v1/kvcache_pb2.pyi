@@ -109,6 +109,13 @@ class Pin(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PIN_NONE: _ClassVar[Pin]
     PIN_SOFT: _ClassVar[Pin]
     PIN_HARD: _ClassVar[Pin]
+
+class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    KIND_UNSPECIFIED: _ClassVar[Kind]
+    KIND_PREFIX: _ClassVar[Kind]
+    KIND_SAMPLE: _ClassVar[Kind]
+    KIND_ANCHOR: _ClassVar[Kind]
 TRANSPORT_UNSPECIFIED: Transport
 TRANSPORT_SHARED_MEMORY: Transport
 TRANSPORT_STREAM: Transport
@@ -180,6 +187,10 @@ PIN_UNSPECIFIED: Pin
 PIN_NONE: Pin
 PIN_SOFT: Pin
 PIN_HARD: Pin
+KIND_UNSPECIFIED: Kind
+KIND_PREFIX: Kind
+KIND_SAMPLE: Kind
+KIND_ANCHOR: Kind
 
 class ErrorDetail(_message.Message):
     __slots__ = ("code", "field", "fix", "retry")
@@ -612,6 +623,46 @@ class ReleaseReply(_message.Message):
     RELEASED_FIELD_NUMBER: _ClassVar[int]
     released: bool
     def __init__(self, released: bool = ...) -> None: ...
+
+class EventsRequest(_message.Message):
+    __slots__ = ("cursor", "snapshot")
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    cursor: str
+    snapshot: bool
+    def __init__(self, cursor: _Optional[str] = ..., snapshot: bool = ...) -> None: ...
+
+class EventBatch(_message.Message):
+    __slots__ = ("cursor", "lost", "events")
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    cursor: str
+    lost: bool
+    events: _containers.RepeatedCompositeFieldContainer[Event]
+    def __init__(self, cursor: _Optional[str] = ..., lost: bool = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ...) -> None: ...
+
+class Event(_message.Message):
+    __slots__ = ("removed", "kind", "model_id", "content", "bytes", "start", "tokens", "template_id", "ordinal")
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TEMPLATE_ID_FIELD_NUMBER: _ClassVar[int]
+    ORDINAL_FIELD_NUMBER: _ClassVar[int]
+    removed: bool
+    kind: Kind
+    model_id: str
+    content: bytes
+    bytes: int
+    start: int
+    tokens: int
+    template_id: str
+    ordinal: int
+    def __init__(self, removed: bool = ..., kind: _Optional[_Union[Kind, str]] = ..., model_id: _Optional[str] = ..., content: _Optional[bytes] = ..., bytes: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[int] = ..., template_id: _Optional[str] = ..., ordinal: _Optional[int] = ...) -> None: ...
 
 class CalibrateRequest(_message.Message):
     __slots__ = ("template_id", "target_kl", "target_top1")

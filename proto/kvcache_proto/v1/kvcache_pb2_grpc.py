@@ -64,6 +64,11 @@ class KVCacheStub(object):
                 request_serializer=kvcache__proto_dot_v1_dot_kvcache__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=kvcache__proto_dot_v1_dot_kvcache__pb2.ReleaseReply.FromString,
                 _registered_method=True)
+        self.Events = channel.unary_stream(
+                '/kvcache.v1.KVCache/Events',
+                request_serializer=kvcache__proto_dot_v1_dot_kvcache__pb2.EventsRequest.SerializeToString,
+                response_deserializer=kvcache__proto_dot_v1_dot_kvcache__pb2.EventBatch.FromString,
+                _registered_method=True)
 
 
 class KVCacheServicer(object):
@@ -109,6 +114,14 @@ class KVCacheServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Events(self, request, context):
+        """What the caller's own KV in host memory gains and loses, for routers. The first batch comes at once, an empty one after five
+        seconds of silence.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KVCacheServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -141,6 +154,11 @@ def add_KVCacheServicer_to_server(servicer, server):
                     servicer.Release,
                     request_deserializer=kvcache__proto_dot_v1_dot_kvcache__pb2.ReleaseRequest.FromString,
                     response_serializer=kvcache__proto_dot_v1_dot_kvcache__pb2.ReleaseReply.SerializeToString,
+            ),
+            'Events': grpc.unary_stream_rpc_method_handler(
+                    servicer.Events,
+                    request_deserializer=kvcache__proto_dot_v1_dot_kvcache__pb2.EventsRequest.FromString,
+                    response_serializer=kvcache__proto_dot_v1_dot_kvcache__pb2.EventBatch.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -305,6 +323,33 @@ class KVCache(object):
             '/kvcache.v1.KVCache/Release',
             kvcache__proto_dot_v1_dot_kvcache__pb2.ReleaseRequest.SerializeToString,
             kvcache__proto_dot_v1_dot_kvcache__pb2.ReleaseReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Events(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvcache.v1.KVCache/Events',
+            kvcache__proto_dot_v1_dot_kvcache__pb2.EventsRequest.SerializeToString,
+            kvcache__proto_dot_v1_dot_kvcache__pb2.EventBatch.FromString,
             options,
             channel_credentials,
             insecure,
