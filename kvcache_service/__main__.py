@@ -22,7 +22,7 @@ from kvcache_service.catalog.connection import Connection
 from kvcache_service.catalog.embedded import EmbeddedServer
 from kvcache_service.catalog.keys import Group, tenant_of
 from kvcache_service.catalog.store import Catalog, Change, Limits
-from kvcache_service.config import Config, host_budget, refuse_exposure, refuse_unknown_environment
+from kvcache_service.config import Config, host_budget, read_settings, refuse_exposure
 from kvcache_service.engine.durable import Durable
 from kvcache_service.engine.engine import Engine, EngineSettings
 from kvcache_service.engine.events import EventSettings
@@ -226,5 +226,4 @@ def main(config: Config, open_device: Callable[[int], Runtime] = CupyRuntime) ->
 
 
 if __name__ == "__main__":
-    refuse_unknown_environment(dict(os.environ))
-    main(Config())  # type: ignore[call-arg]
+    main(read_settings(os.environ).config)

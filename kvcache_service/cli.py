@@ -11,10 +11,11 @@ from kvcache_service.commands.doctor import doctor
 from kvcache_service.commands.evaluate import evaluate
 from kvcache_service.commands.health import health
 from kvcache_service.commands.serve import serve
+from kvcache_service.commands.settings import config
 from kvcache_service.commands.status import status
 from kvcache_service.commands.token import token
 
-app = typer.Typer(help="Share KV caches between LLM agents.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(help="Share KV caches between LLM agents.", no_args_is_help=True)
 app.command()(serve)
 app.command()(demo)
 app.command()(status)
@@ -23,6 +24,7 @@ app.command()(health)
 app.command()(calibrate)
 app.command("eval")(evaluate)
 app.command()(bench)
+app.add_typer(config, name="config")
 app.add_typer(token, name="token")
 
 if __name__ == "__main__":

@@ -1,18 +1,23 @@
-"""The one configuration: defaults, a TOML file, KVCACHE_ environment and flags, read once."""
+"""The one configuration: flags before KVCACHE_ environment before a TOML file before defaults, read once."""
 
 from __future__ import annotations
 
+import difflib
 import ipaddress
 import os
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 PREFIX = "KVCACHE_"
 ADDRESS = r"^.+:\d{1,5}$"  # host:port
 CLIENT_PREFIX = "KVCACHE_CLIENT_"  # what commands that call a service read
+FILE_VARIABLE = "KVCACHE_CONFIG"  # names the TOML file where no flag does
 
 
 class Config(BaseSettings):
@@ -88,13 +93,74 @@ class Config(BaseSettings):
     )
 
 
-def refuse_unknown_environment(environment: dict[str, str]) -> None:
+@dataclass(frozen=True)
+class Settings:
+    """origins: where each setting's value comes from: "flag", "environment", "file" or "default"."""
+
+    config: Config
+    origins: Mapping[str, str]
+
+
+def read_settings(
+    environment: Mapping[str, str], file: Path | None = None, flags: Mapping[str, object] | None = None
+) -> Settings:
+    """Put all sources together. Raises ValueError, a line for each setting that is wrong: its name, value, source and the fix."""
+    refuse_unknown_environment(environment)
+    path = file or (Path(environment[FILE_VARIABLE]) if FILE_VARIABLE in environment else None)
+    sources: dict[str, Mapping[str, object]] = {
+        "file": _read_file(path) if path is not None else {},
+        "environment": {n: environment[_variable(n)] for n in Config.model_fields if _variable(n) in environment},
+        "flag": flags or {},
+    }
+    for source in ("file", "flag"):
+        _refuse_unknown(sources[source], Config.model_fields)
+    values: dict[str, Any] = {}
+    origins = dict.fromkeys(Config.model_fields, "default")
+    for source, given in sources.items():
+        values |= given
+        origins |= dict.fromkeys(given, source)
+    try:
+        return Settings(Config(**values), origins)
+    except ValidationError as error:
+        raise ValueError("\n".join(_wrong(e, origins) for e in error.errors())) from error
+
+
+def refuse_unknown_environment(environment: Mapping[str, str]) -> None:
     """Raises ValueError for a KVCACHE_ variable that no setting reads: a typo must not pass silently."""
-    known = {PREFIX + name.upper() for name in Config.model_fields}
     ours = (name for name in environment if name.startswith(PREFIX) and not name.startswith(CLIENT_PREFIX))
-    unknown = sorted(name for name in ours if name not in known)
+    _refuse_unknown(ours, [FILE_VARIABLE, *map(_variable, Config.model_fields)])
+
+
+def _refuse_unknown(names: Iterable[str], known: Iterable[str]) -> None:
+    known = list(known)
+    unknown = [name for name in names if name not in known]
     if unknown:
-        raise ValueError(f"unknown setting {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+        lines = (f"unknown setting {name}; did you mean {_nearest(name, known)}?" for name in sorted(unknown))
+        raise ValueError("\n".join(lines) + " `kvcache config show` lists all")
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    return difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
+
+
+def _variable(name: str) -> str:
+    return PREFIX + name.upper()
+
+
+def _read_file(path: Path) -> dict[str, object]:
+    try:
+        return tomllib.loads(path.read_text())
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"{path}: {error}; it must be TOML, a line `name = value` for each setting") from error
+
+
+def _wrong(error: Any, origins: Mapping[str, str]) -> str:
+    name = str(error["loc"][0])
+    field = Config.model_fields[name]
+    secret = field.annotation == SecretStr | None
+    value = "" if secret else f" is {error['input']!r}"
+    where = _variable(name) if origins[name] == "environment" else origins[name]
+    return f"{name}{value} ({where}): {error['msg'][0].lower()}{error['msg'][1:]}; it means: {field.description}"
 
 
 def refuse_exposure(config: Config) -> None:

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from kvcache_service.config import PREFIX, Config, host_budget, memory_limit, refuse_exposure, refuse_unknown_environment
+from kvcache_service.config import PREFIX, Config, host_budget, memory_limit, read_settings, refuse_exposure
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,7 @@ def examine(environment: dict[str, str]) -> Iterator[Finding]:
     yield Finding("python", platform.python_version())
     yield _torch()
     try:
-        refuse_unknown_environment(environment)
-        config = Config()  # type: ignore[call-arg]
+        config = read_settings(environment).config
         refuse_exposure(config)
     except ValueError as error:
         yield Finding("settings", str(error), f"correct the {PREFIX} variables")
