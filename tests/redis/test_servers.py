@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +15,7 @@ from kvcache_client import KVCacheClient
 
 from kvcache_service.evaluation.service import ServiceProcess
 from tests.e2e.test_agents import TOKENS, Team, dense, question
+from tests.e2e.test_bench import SlowPort
 from tests.redis.servers import Server, cluster, free_ports, needs_redis, needs_sentinel, plain, servers, watched
 from tests.security.conftest import Authority
 
@@ -184,47 +183,14 @@ def test_flushed(start_service: Callable[..., ServiceProcess], model: Any, tmp_p
             assert service.metrics()["kvcache_anchors"] > anchors, "what was flushed was published again"
 
 
-class Delay:
-    """Passes bytes on to a port of this machine; replies wait `seconds` each, but do not wait for one another."""
-
-    def __init__(self, port: int, seconds: float) -> None:
-        self._port, self._seconds = port, seconds
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                near, _ = self._listener.accept()
-            except OSError:
-                return
-            far = socket.create_connection(("127.0.0.1", self._port))
-            for source, target, seconds in ((near, far, 0.0), (far, near, self._seconds)):
-                threading.Thread(target=self._pass_on, args=(source, target, seconds), daemon=True).start()
-
-    def _pass_on(self, source: socket.socket, target: socket.socket, seconds: float) -> None:
-        wait = threading.Event()
-        with source, target:
-            try:
-                while data := source.recv(1 << 16):
-                    wait.wait(seconds)
-                    target.sendall(data)
-            except OSError:
-                return
-
-    def close(self) -> None:
-        self._listener.close()
-
-
 @pytest.fixture
 def slow(tmp_path: Path) -> Iterator[str]:
     """A Redis whose every reply takes half a second."""
     with servers() as kept:
         server = kept(plain(tmp_path)).ready()
-        port = Delay(server.port, 0.5)
-        yield f"redis://127.0.0.1:{port.port}/0"
-        port.close()
+        way = SlowPort(server.port, 0.25)  # there and back
+        yield f"redis://127.0.0.1:{way.port}/0"
+        way.close()
 
 
 def test_a_slow_store_slows_settling_only(slow: str, start_service: Callable[..., ServiceProcess], model: Any) -> None:
