@@ -14,11 +14,13 @@ from kvcache_service.commands.serve import serve
 from kvcache_service.commands.settings import config
 from kvcache_service.commands.status import status
 from kvcache_service.commands.token import token
+from kvcache_service.commands.top import top
 
 app = typer.Typer(help="Share KV caches between LLM agents.", no_args_is_help=True)
 app.command()(serve)
 app.command()(demo)
 app.command()(status)
+app.command()(top)
 app.command()(doctor)
 app.command()(health)
 app.command()(calibrate)

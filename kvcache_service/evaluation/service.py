@@ -32,17 +32,8 @@ class ServiceProcess:
         self.target, self.metrics_url, self.catalog_url = ready["grpc"], ready["metrics"], ready["catalog"]
 
     def metrics(self) -> dict[str, float]:
-        """All samples of /metrics: name{label="value",…} -> value."""
-        with urllib.request.urlopen(self.metrics_url, timeout=5) as reply:
-            families = text_string_to_metric_families(reply.read().decode())
-        return {
-            sample.name
-            + ("{" + ",".join(f'{k}="{v}"' for k, v in sorted(sample.labels.items())) + "}" if sample.labels else ""): (
-                sample.value
-            )
-            for family in families
-            for sample in family.samples
-        }
+        """All samples of /metrics."""
+        return read_metrics(self.metrics_url)
 
     def stop(self) -> None:
         self.process.terminate()
@@ -55,3 +46,15 @@ class ServiceProcess:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.stop()
+
+
+def read_metrics(url: str) -> dict[str, float]:
+    """All samples there: name{label="value",…} -> value. Raises OSError where nobody answers."""
+    with urllib.request.urlopen(url, timeout=5) as reply:
+        families = text_string_to_metric_families(reply.read().decode())
+    return {
+        sample.name
+        + ("{" + ",".join(f'{k}="{v}"' for k, v in sorted(sample.labels.items())) + "}" if sample.labels else ""): sample.value
+        for family in families
+        for sample in family.samples
+    }
