@@ -39,6 +39,7 @@ class Connection:
         draw: Callable[[], float] = random.random,
     ) -> None:
         self._connect = connector(url, timeout)
+        self._timeout = timeout
         self._clock = clock
         self._draw = draw
         self._lock = threading.Lock()
@@ -56,6 +57,9 @@ class Connection:
             raise redis.ConnectionError(str(error)) from error
         except _DOWN:
             self._failed()
+            raise
+        except redis.RedisError:
+            self._pause = 0.0  # it refused, so it is there
             raise
         self._pause = 0.0
         return reply
@@ -75,8 +79,8 @@ class Connection:
             wait = self._not_before - self._clock()
             if self._pause and wait > 0:
                 raise redis.ConnectionError(f"not asked: it did not answer, and has {wait:.1f} s more")
-            if self._pause:  # this caller tries; the others wait for what he finds
-                self._not_before = self._clock() + self._pause
+            if self._pause:  # this caller tries; the others fail at once until he knows
+                self._not_before = self._clock() + max(self._pause, self._timeout)
 
     def _failed(self) -> None:
         with self._lock:

@@ -66,6 +66,16 @@ def test_one_answer_ends_the_pause(store: Store, clock: Clock) -> None:
     assert store.ask() == "fine", "the pause is short again"
 
 
+def test_a_refusal_is_an_answer(store: Store, clock: Clock) -> None:
+    with pytest.raises(redis.ConnectionError):
+        store.ask()
+    clock.tick(0.1)
+    store.error = redis.ResponseError("NOPERM")
+    for _ in range(2):
+        with pytest.raises(redis.ResponseError):
+            store.ask()
+
+
 def test_while_one_tries_the_others_fail_at_once(store: Store, clock: Clock) -> None:
     with pytest.raises(redis.ConnectionError):
         store.ask()
@@ -77,6 +87,9 @@ def test_while_one_tries_the_others_fail_at_once(store: Store, clock: Clock) -> 
         with pytest.raises(redis.ConnectionError, match="not asked") as caught:
             connection.ask(lambda _: "no")
         refused.append(caught)
+        clock.tick(0.9)  # a call may take as long as its timeout
+        with pytest.raises(redis.ConnectionError, match="not asked"):
+            connection.ask(lambda _: "no")
         return "fine"
 
     assert connection.ask(slow) == "fine"
