@@ -214,7 +214,9 @@ def _metrics(config: Config, telemetry: Telemetry) -> Iterator[str]:
 
 
 def _masked(url: str) -> str:
-    return url.rpartition("@")[2] if "@" in url else url
+    """Without what may be secret: user and password, and the query, where sentinels' passwords stand."""
+    address, _, _ = url.partition("?")
+    return address.rpartition("@")[2]
 
 
 def main(config: Config, open_device: Callable[[int], Runtime] = CupyRuntime) -> None:

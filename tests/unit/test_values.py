@@ -21,6 +21,7 @@ from kvcache_proto.v1 import kvcache_pb2 as pb
 from kvcache_proto.v1.tensors import FrameError, FrameWriter, frames, ranges
 from pydantic import ValidationError
 
+from kvcache_service.__main__ import _masked
 from kvcache_service.catalog.keys import Group, PoolKey
 from kvcache_service.config import Config, host_budget, refuse_unknown_environment
 from kvcache_service.demo.run import questions
@@ -99,6 +100,19 @@ def test_serve_names_what_is_wrong(environment: dict[str, str], arguments: list[
 
 def test_secrets_do_not_show() -> None:
     assert "hunter2" not in repr(Config(redis_url="redis://:hunter2@host:1"))
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://127.0.0.1:7/0", "redis://127.0.0.1:7/0"),
+        ("redis://me:hunter2@host:1/0", "host:1/0"),
+        ("redis+sentinel://:hunter2@a:1,b:2/kv?sentinel_password=hunter3", "a:1,b:2/kv"),
+        ("rediss://host:1?password=hunter4", "rediss://host:1"),
+    ],
+)
+def test_the_ready_line_shows_no_password(url: str, shown: str) -> None:
+    assert _masked(url) == shown
 
 
 def test_a_budget_that_cannot_fit_is_refused() -> None:
