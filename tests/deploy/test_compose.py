@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer.main
 import yaml
 
-from kvcache_service.cli import app
 from kvcache_service.commands.demo import _work
-from kvcache_service.config import Config, refuse_exposure, refuse_unknown_environment
+from kvcache_service.config import Config, read_settings, refuse_exposure
 from kvcache_service.evaluation.service import ServiceProcess
+from tests.commands import parse
 from tests.conftest import ByteTokenizer, tiny_llama
 from tests.deploy.image import DOCKERFILE, ROOT, stages
 
@@ -70,35 +69,26 @@ def test_everything_that_compose_names_is_there() -> None:
     assert shared == {"service", "demo"}
 
 
-def settings(monkeypatch: pytest.MonkeyPatch) -> Config:
-    environment = stages()["cpu"].environment | SERVICES["service"]["environment"]
-    for name, value in environment.items():
-        if name.startswith("KVCACHE_"):
-            monkeypatch.setenv(name, value)
-    refuse_unknown_environment(environment)
-    return Config()
+def settings() -> Config:
+    return read_settings(stages()["cpu"].environment | SERVICES["service"]["environment"]).config
 
 
-def test_the_settings_of_the_container_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse_exposure(settings(monkeypatch))
+def test_the_settings_of_the_container_are_accepted() -> None:
+    refuse_exposure(settings())
 
 
-def test_the_image_alone_refuses_to_serve_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = settings(monkeypatch).model_copy(update={"insecure": False})
+def test_the_image_alone_refuses_to_serve_strangers() -> None:
+    config = settings().model_copy(update={"insecure": False})
     with pytest.raises(ValueError, match="KVCACHE_INSECURE"):
         refuse_exposure(config)
 
 
 def test_commands_of_containers_are_commands_of_ours() -> None:
     """Parsed as they stand, with every option."""
-    command = typer.main.get_command(app)
     for name in ("cpu", "demo"):
         stage = stages()[name]
         for line in filter(None, (stage.entrypoint + stage.command, stage.health)):
-            assert line[0] == "kvcache"
-            group = command.make_context("kvcache", line[1:], resilient_parsing=False)
-            found, target, rest = command.resolve_command(group, line[1:])  # type: ignore[attr-defined]
-            target.make_context(found, list(rest), parent=group)
+            parse(line)
 
 
 @pytest.fixture(scope="module")

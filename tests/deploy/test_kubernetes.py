@@ -16,7 +16,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from kvcache_service.config import Config, refuse_exposure, refuse_unknown_environment
+from kvcache_service.config import Config, read_settings, refuse_exposure, refuse_unknown_environment
 from kvcache_service.evaluation.service import ServiceProcess
 from tests.deploy.image import ROOT, stages
 from tests.security.conftest import Authority, entry
@@ -73,12 +73,8 @@ def validate(value: Object, version: str) -> None:
         kubernetes_validate.validate(value, version, strict=True)
 
 
-def configured(found: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Config:
-    for name, value in found.items():
-        if name.startswith("KVCACHE_"):
-            monkeypatch.setenv(name, value)
-    refuse_unknown_environment(found)
-    config = Config()
+def configured(found: dict[str, str]) -> Config:
+    config = read_settings(found).config
     refuse_exposure(config)
     return config
 
@@ -106,31 +102,31 @@ def test_helm_has_nothing_to_complain_of() -> None:
 
 @needs_helm
 @pytest.mark.parametrize("choice", CHOICES)
-def test_choices_make_valid_objects_whose_settings_are_accepted(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choices_make_valid_objects_whose_settings_are_accepted(choice: str) -> None:
     plain, found = objects(RENDER["template"]([])), objects(RENDER["template"](CHOICES[choice]))
     assert found != plain, "the choice changes something"
     for value in found:
         for version in (VERSIONS[0], VERSIONS[-1]):
             validate(value, version)
-    configured(environment(found), monkeypatch)
+    configured(environment(found))
 
 
 @needs_helm
-def test_the_example_of_the_documentation_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_of_the_documentation_is_accepted(tmp_path: Path) -> None:
     (example,) = re.findall("```yaml\n(.*?)```", (ROOT / "docs" / "deploy.md").read_text(), re.DOTALL)
     (tmp_path / "values.yaml").write_text(example)
     found = objects(RENDER["template"]([f"--values={tmp_path / 'values.yaml'}"]))
     for value in found:
         validate(value, VERSIONS[-1])
-    assert configured(environment(found), monkeypatch).quota_turns == 64
+    assert configured(environment(found)).quota_turns == 64
     kinds = {value["kind"] for value in found}
     assert {"DaemonSet", "ServiceMonitor", "PrometheusRule"} <= kinds
 
 
 @needs_helm
-def test_numbers_arrive_as_they_were_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_arrive_as_they_were_written() -> None:
     """Helm reads numbers as floats, which print large ones in powers of ten."""
-    config = configured(environment(objects(RENDER["template"](CHOICES["settings"]))), monkeypatch)
+    config = configured(environment(objects(RENDER["template"](CHOICES["settings"]))))
     assert (config.host_bytes, config.target_kl, config.host_codec, config.host_touch) == (1 << 34, 0.02, "int8", True)
 
 
@@ -188,8 +184,8 @@ def test_only_the_node_local_way_touches_the_node() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_settings_are_accepted_without_insecure(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = configured(environment(written(way)), monkeypatch)
+def test_the_settings_are_accepted_without_insecure(way: str) -> None:
+    config = configured(environment(written(way)))
     assert not config.insecure
     assert config.drain_seconds < pod(written(way))["terminationGracePeriodSeconds"]
 

@@ -13,17 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer.main
 import yaml
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
-from kvcache_service.cli import app
 from kvcache_service.engine.plan import Reason
 from kvcache_service.errors import Code
 from kvcache_service.evaluation.service import ServiceProcess
+from tests.commands import parse
 from tests.conftest import VOCABULARY, tiny_llama
 
 ROOT = Path(__file__).parents[2]
@@ -105,11 +104,7 @@ def test_commands_of_ours_are_accepted(page: str, words: list[str], tmp_path: Pa
     for word in words:
         if re.fullmatch(r"\w+\.(jsonl|toml|pem)", word):
             (tmp_path / word).write_text("")
-    command: Any = typer.main.get_command(app)
-    rest = words[1:]
-    while hasattr(command, "commands"):
-        command, rest = command.commands[rest[0]], rest[1:]
-    command.make_context(command.name, rest)
+    parse(words)
 
 
 def test_make_targets_exist() -> None:
