@@ -177,24 +177,30 @@ async def serve(config: Config, open_device: Callable[[int], Runtime]) -> None:
         stack.callback(engine.close)
         executor = stack.enter_context(ThreadPoolExecutor(config.threads, thread_name_prefix="engine"))
         settling = stack.enter_context(ThreadPoolExecutor(config.threads, thread_name_prefix="settle"))
+        stop = asyncio.Event()
         server = Server(
             engine,
             telemetry,
             executor,
             settling,
             listen=config.listen,
+            admin_listen=config.admin_listen,
             host_id=host_id(),
             shared_memory_dir=config.shared_memory_dir,
             door=build_door(config, telemetry),
             tls=tls.Files(config.tls_cert, config.tls_key, config.tls_client_ca) if config.tls_cert and config.tls_key else None,
+            stop=stop.set,
         )
         metrics = stack.enter_context(_metrics(config, telemetry))
-        stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         await server.start()
-        host = config.listen.rpartition(":")[0]
-        print(f"kvcache ready grpc={host}:{server.port} metrics=http://{metrics} catalog={_masked(url)}", flush=True)
+        host, admin_host = (address.rpartition(":")[0] for address in (config.listen, config.admin_listen))
+        print(
+            f"kvcache ready grpc={host}:{server.port} admin={admin_host}:{server.admin_port} metrics=http://{metrics} "
+            f"catalog={_masked(url)}",
+            flush=True,
+        )
         await stop.wait()
         log.info("draining: nothing new begins, open turns have %g seconds", config.drain_seconds)
         await server.drain(config.drain_seconds)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typer
 
+from kvcache_service.commands.admin import clear, drain, models, quota, templates
+from kvcache_service.commands.anchors import anchors
 from kvcache_service.commands.bench import bench
 from kvcache_service.commands.calibrate import calibrate
 from kvcache_service.commands.demo import demo
@@ -21,6 +23,12 @@ app.command()(serve)
 app.command()(demo)
 app.command()(status)
 app.command()(top)
+app.command()(models)
+app.command()(templates)
+app.add_typer(anchors, name="anchors")
+app.command()(quota)
+app.command()(clear)
+app.command()(drain)
 app.command()(doctor)
 app.command()(health)
 app.command()(calibrate)

@@ -26,6 +26,7 @@ class Config(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True)
 
     listen: str = Field("127.0.0.1:50051", pattern=ADDRESS, description="gRPC address; port 0 picks a free one")
+    admin_listen: str = Field("127.0.0.1:50052", pattern=ADDRESS, description="address for admins; port 0 picks a free one")
     tls_cert: Path | None = Field(None, description="PEM certificate of the service; none: no TLS")
     tls_key: Path | None = Field(None, description="PEM key of tls_cert")
     tls_client_ca: Path | None = Field(
@@ -169,18 +170,14 @@ def refuse_exposure(config: Config) -> None:
         raise ValueError("tls_cert and tls_key belong together; set both or neither")
     if config.tls_client_ca is not None and config.tls_cert is None:
         raise ValueError("tls_client_ca is set, but tls_cert is not; clients' certificates need TLS")
-    if config.insecure or is_loopback(config.listen):
+    exposed = [name for name in ("listen", "admin_listen") if not is_loopback(getattr(config, name))]
+    if config.insecure or not exposed:
         return
+    what = f"{exposed[0]} is {getattr(config, exposed[0])}, which other hosts reach,"
     if config.tls_cert is None:
-        raise ValueError(
-            f"listen is {config.listen}, which other hosts reach, without TLS; set tls_cert and tls_key, listen on 127.0.0.1, "
-            f"or say {PREFIX}INSECURE=true"
-        )
+        raise ValueError(f"{what} without TLS; set tls_cert and tls_key, listen on 127.0.0.1, or say {PREFIX}INSECURE=true")
     if config.tokens_file is None and config.tls_client_ca is None:
-        raise ValueError(
-            f"listen is {config.listen}, which other hosts reach, and nobody is asked who he is; set tokens_file or "
-            f"tls_client_ca, or say {PREFIX}INSECURE=true"
-        )
+        raise ValueError(f"{what} and nobody is asked who he is; set tokens_file or tls_client_ca, or say {PREFIX}INSECURE=true")
 
 
 def is_loopback(address: str) -> bool:

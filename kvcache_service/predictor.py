@@ -164,6 +164,25 @@ class RidgeStatistics:
         )
         return made
 
+    @staticmethod
+    def layout(layers: int, kv_heads: int, head_dim: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of every tensor of a state."""
+        maps, features = (layers, 2, kv_heads), head_dim + 1 + LEAD
+        wide = (head_dim + 1, head_dim + 1)
+        return {
+            "error": ((), torch.float64),
+            "novelty_scale": ((), torch.float64),
+            "samples": ((), torch.int64),
+            "sums.size": ((*maps, features), torch.float32),
+            "sums.gram": ((*maps, features * (features + 1) // 2), STORE),
+            "sums.scale": ((*maps, features, 1), torch.float32),
+            "sums.cross": ((*maps, features, head_dim), STORE),
+            "map.weight": ((*maps, head_dim, head_dim), STORE),
+            "map.bias": ((*maps, head_dim), STORE),
+            "map.lead": ((layers, 2, LEAD, kv_heads, head_dim), STORE),
+            "map.precision": ((2, kv_heads, *wide), torch.float32),
+        }
+
     @property
     def nbytes(self) -> int:
         return (self._sums.nbytes if self._sums is not None else 0) + (self.map.nbytes if self.map is not None else 0)

@@ -234,6 +234,13 @@ class QualityBook:
         if calibration is not None:
             self.calibrations.setdefault(key, calibration)
 
+    def forget(self, key: tuple[str, str]) -> None:
+        """Drop all that is known of a template."""
+        self.calibrations.pop(key, None)
+        self._audits.pop(key, None)
+        self._windows = {place: window for place, window in self._windows.items() if place[:2] != key}
+        self._off = {place for place in self._off if place[:2] != key}
+
     def off(self, key: tuple[str, str]) -> frozenset[int]:
         """Ordinals of the template's slots that are switched to dense."""
         return frozenset(ordinal for tenant, template_id, ordinal in self._off if (tenant, template_id) == key)

@@ -13,10 +13,10 @@ from prometheus_client.registry import Collector
 
 OTHERS = "_others"  # no tenant can be named so
 QUOTAS = ("sessions", "turns", "templates", "models", "host_bytes")
-# name -> (help, field of TenantReport)
+# name -> (help, which of QUOTAS)
 TENANT_GAUGES = {
     "kvcache_tenant_sessions": ("Attached sessions of a tenant", "sessions"),
-    "kvcache_tenant_open_turns": ("Open turns of a tenant", "open_turns"),
+    "kvcache_tenant_open_turns": ("Open turns of a tenant", "turns"),
     "kvcache_tenant_host_bytes": ("Host tier bytes of a tenant", "host_bytes"),
 }
 _COUNTERS = {  # the fields of _Series
@@ -30,12 +30,10 @@ QUOTA_GAUGE = "kvcache_tenant_quota_share"
 
 @dataclass(frozen=True)
 class TenantReport:
-    """What a tenant holds. shares: of QUOTAS, what is in use of each; 0.0 where there is no limit."""
+    """What a tenant holds of each of QUOTAS, and what share of it that is; 0.0 where there is no limit."""
 
     tenant: str
-    sessions: int
-    open_turns: int
-    host_bytes: int
+    held: Mapping[str, int]
     shares: Mapping[str, float]
 
 
@@ -98,14 +96,13 @@ class TenantMetrics:
         """One for every label: sums of the others, and the largest of their shares."""
         labelled = [(self._of(report.tenant).label, report) for report in reports]
         with self._lock:
-            found = {label: TenantReport(label, 0, 0, 0, dict.fromkeys(QUOTAS, 0.0)) for label in (*sorted(self._named), OTHERS)}
+            none = dict.fromkeys(QUOTAS, 0), dict.fromkeys(QUOTAS, 0.0)
+            found = {label: TenantReport(label, *none) for label in (*sorted(self._named), OTHERS)}
         for label, report in labelled:
             sofar = found[label]
             found[label] = TenantReport(
                 label,
-                sofar.sessions + report.sessions,
-                sofar.open_turns + report.open_turns,
-                sofar.host_bytes + report.host_bytes,
+                {quota: count + report.held[quota] for quota, count in sofar.held.items()},
                 {quota: max(share, report.shares[quota]) for quota, share in sofar.shares.items()},
             )
         return list(found.values())
@@ -117,10 +114,10 @@ class _Holdings(Collector):
 
     def collect(self) -> Iterable[Metric]:
         reports = self._read()
-        for name, (text, field) in TENANT_GAUGES.items():
+        for name, (text, quota) in TENANT_GAUGES.items():
             family = GaugeMetricFamily(name, text, labels=["tenant"])
             for report in reports:
-                family.add_metric([report.tenant], getattr(report, field))
+                family.add_metric([report.tenant], report.held[quota])
             yield family
         shares = GaugeMetricFamily(QUOTA_GAUGE, "Share of a quota that is in use; 0 without a limit", labels=["tenant", "quota"])
         for report in reports:

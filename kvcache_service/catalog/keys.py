@@ -37,6 +37,12 @@ class Group:
         return f"{self.tag}:turn:{turn_id}"
 
 
+def group_of(tag: str) -> Group:
+    """Whose tag it is. Model ids hold no colon."""
+    tenant, _, model_id = tag.removeprefix(f"{PREFIX}:{{").removesuffix("}").rpartition(":")
+    return Group(tenant, model_id)
+
+
 def tenant_of(key: str) -> str:
     """Whose a key is that begins with a group's tag."""
     return key.removeprefix(f"{PREFIX}:{{").partition(":")[0]

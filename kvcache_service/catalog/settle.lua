@@ -1,6 +1,7 @@
 -- One turn's commit: usage, inserts and prunes of all its pools in one atomic step.
 -- KEYS: turn, revision, events, then one hash per pool (field: sample id, value: anchor as JSON)
--- ARGV: commit as JSON {node, holder, bound, window, turn_ttl, pool_ttl, pools: [{uses: [sample], inserts: [{sample, length, slot}]}]}
+-- ARGV: commit as JSON {node, holder, bound, window, turn_ttl, pool_ttl,
+-- pools: [{uses: [sample], inserts: [{sample, length, slot}], removes: [sample]}]}
 -- Returns JSON {repeated, revision, accepted: [[pool, sample, slot]], upserts: [[pool key, sample, anchor]], deletes: [[pool key, sample]]}
 
 local done = redis.call('GET', KEYS[1])
@@ -32,6 +33,15 @@ local function insert(index, key, entry)
   table.insert(anchor.slots, entry.slot)
   write(key, entry.sample, anchor)
   table.insert(accepted, {index, entry.sample, entry.slot})
+end
+
+-- An anchor that another boot has written since is not this one's to remove.
+local function remove(key, sample)
+  local text = redis.call('HGET', key, sample)
+  if text and cjson.decode(text).holder == commit.holder then
+    redis.call('HDEL', key, sample)
+    table.insert(deletes, {key, sample})
+  end
 end
 
 -- Least used among the oldest (KVCOMM, pool bound V).
@@ -70,6 +80,7 @@ for index, pool in ipairs(commit.pools) do
     end
   end
   for _, entry in ipairs(pool.inserts) do insert(index, key, entry) end
+  for _, sample in ipairs(pool.removes) do remove(key, sample) end
   prune(key)
   redis.call('EXPIRE', key, commit.pool_ttl)
 end

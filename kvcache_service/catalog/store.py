@@ -48,12 +48,13 @@ class Insert:
 
 @dataclass(frozen=True)
 class Commit:
-    """All that one turn changes. uses: anchors that carried weight."""
+    """All that one turn, or one call of an admin, changes. uses: anchors that carried weight; removes: anchors that go."""
 
     group: Group
     turn_id: str
     uses: Sequence[tuple[PoolKey, str]] = ()
     inserts: Sequence[Insert] = ()
+    removes: Sequence[tuple[PoolKey, str]] = ()
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,13 @@ class Catalog:
             found = [a for a in self._pools.get(pool, {}).values() if slot in a.slots]
         return tuple(sorted(found, key=lambda a: (a.sequence, a.sample)))
 
+    def held(self, group: Group) -> list[tuple[PoolKey, Anchor]]:
+        """All anchors of the group's pools, oldest first within a pool. Never waits for Redis."""
+        with self._lock:
+            mine = [(pool, anchors.values()) for pool, anchors in self._pools.items() if pool.group == group]
+            found = [(pool, anchor) for pool, anchors in mine for anchor in anchors]
+        return sorted(found, key=lambda one: (one[0], one[1].sequence, one[1].sample))
+
     def commit(self, commit: Commit) -> Outcome:
         """Apply one turn in one step; the same turn id again returns the first result.
 
@@ -155,7 +163,7 @@ class Catalog:
         """
         group = commit.group
         self.attach(group, {}, "")
-        pools = sorted({i.pool for i in commit.inserts} | {pool for pool, _ in commit.uses})
+        pools = sorted({i.pool for i in commit.inserts} | {pool for pool, _ in [*commit.uses, *commit.removes]})
         body = {
             "node": self._node,
             "holder": self._holder,
@@ -169,6 +177,7 @@ class Catalog:
                     "inserts": [
                         {"sample": i.sample, "length": i.length, "slot": i.slot} for i in commit.inserts if i.pool == mine
                     ],
+                    "removes": [sample for pool, sample in commit.removes if pool == mine],
                 }
                 for mine in pools
             ],
@@ -197,6 +206,17 @@ class Catalog:
         except redis.RedisError as error:
             raise KVCacheError(
                 Code.CATALOG, f"metadata store did not keep the calibration: {error}", fix="calibrate again when it is back"
+            ) from error
+
+    def drop_calibrations(self, group: Group, template_ids: Sequence[str]) -> None:
+        """Forget kept records. Raises CATALOG when Redis does not answer in time."""
+        keys = [group.calibration(template_id) for template_id in template_ids]
+        try:
+            if keys:
+                self._connection.ask(lambda store: store.delete(*keys))
+        except redis.RedisError as error:
+            raise KVCacheError(
+                Code.CATALOG, f"metadata store did not forget the calibrations: {error}", fix="call again when it is back"
             ) from error
 
     def calibration(self, group: Group, template_id: str) -> str | None:

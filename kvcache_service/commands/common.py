@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,15 +29,41 @@ TokenFile = Annotated[
 ]
 
 
+ADMIN_TARGET = "127.0.0.1:50052"
+AdminTarget = Annotated[
+    str, typer.Option("--admin-target", envvar="KVCACHE_CLIENT_ADMIN_TARGET", help="The running service's `admin_listen`.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Machine-readable.")]
+
+
 @contextmanager
 def connected(target: str, ca: Path | None, certificate: Path | None, key: Path | None, token_file: Path | None) -> Iterator[Any]:
     """A client of the running service; what goes wrong is said in one line, and the command ends with 1 (2: bad options)."""
-    from kvcache_client import Credentials, KVCacheClient
+    from kvcache_client import KVCacheClient
+
+    with _speaking(KVCacheClient, target, ca, certificate, key, token_file) as client:
+        yield client
+
+
+@contextmanager
+def admin(target: str, ca: Path | None, certificate: Path | None, key: Path | None, token_file: Path | None) -> Iterator[Any]:
+    """A client of the running service's Admin service; see connected."""
+    from kvcache_client.admin import AdminClient
+
+    with _speaking(AdminClient, target, ca, certificate, key, token_file) as client:
+        yield client
+
+
+@contextmanager
+def _speaking(
+    kind: Any, target: str, ca: Path | None, certificate: Path | None, key: Path | None, token_file: Path | None
+) -> Iterator[Any]:
+    from kvcache_client import Credentials
     from kvcache_client.errors import CacheError
 
     try:
         token = token_file.read_text().strip() if token_file is not None else ""
-        client = KVCacheClient(target, credentials=Credentials(ca, certificate, key, token))
+        client = kind(target, credentials=Credentials(ca, certificate, key, token))
     except (OSError, ValueError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
@@ -46,6 +73,29 @@ def connected(target: str, ca: Path | None, certificate: Path | None, key: Path 
     except CacheError as error:
         typer.echo(f"error: {error.code}: {error}; {error.fix}", err=True)
         raise typer.Exit(1) from error
+
+
+def print_messages(messages: Iterable[Any]) -> None:
+    """A JSON list of protobuf messages."""
+    from google.protobuf.json_format import MessageToDict
+
+    shown = [MessageToDict(m, preserving_proto_field_name=True, always_print_fields_with_no_presence=True) for m in messages]
+    typer.echo(json.dumps(shown, indent=2))
+
+
+def report(json_output: bool, figures: dict[str, int]) -> None:
+    """What a command has done."""
+    text = ", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in figures.items())
+    typer.echo(json.dumps(figures) if json_output else text)
+
+
+def print_table(screen: Any, title: str, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
+    from rich.table import Table
+
+    table = Table(*columns, title=title)
+    for row in rows:
+        table.add_row(*map(str, row))
+    screen.print(table)
 
 
 def console() -> Any:

@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from kvcache_service.catalog.keys import Group, PoolKey
+from kvcache_service.catalog.keys import Group, PoolKey, group_of
 from kvcache_service.catalog.store import Anchor, Change
 from kvcache_service.engine.records import Base, FixedBase, Offsets, Place, Slot
 from kvcache_service.predictor import RidgeStatistics, RunningMean
@@ -137,6 +137,13 @@ class Durable:
         if self._disk is not None and keys:
             self._disk.then(partial(self._disk.remove, keys))
 
+    def forget(self, group: Group) -> None:
+        """Delete all blobs and records of a group, those that wait to be written too."""
+        if self._disk is not None:
+            for table in ("base", "anchor", "offsets", "state", "quality"):
+                self._later(f"DELETE FROM {table} WHERE grp = ?", [(group.tag,)])
+            self._disk.then(partial(self._disk.remove_all, f"{group.tag}:"))
+
     def keep_predictor(self, slot: Slot, statistics: RidgeStatistics, norms: Sequence[float]) -> None:
         def state() -> State:
             return statistics.state() | {"norms": torch.tensor(norms, dtype=torch.float64)}
@@ -163,6 +170,11 @@ class Durable:
         self._later("INSERT OR REPLACE INTO epoch VALUES (?, ?)", [(group.tag, epoch)])
 
     # What an earlier boot knew
+
+    def groups(self, tenant: str) -> list[Group]:
+        """Groups of a tenant that have records."""
+        tags = [tag for (tag,) in self._rows("SELECT grp FROM base UNION SELECT grp FROM offsets UNION SELECT grp FROM state")]
+        return [group for group in map(group_of, tags) if group.tenant == tenant]
 
     def group(self, group: Group) -> KnownGroup:
         bases = [

@@ -17,14 +17,16 @@ from torch import Tensor
 from kvcache_service.catalog.keys import Group
 from kvcache_service.catalog.store import Catalog, Change
 from kvcache_service.engine import assembly
+from kvcache_service.engine.archive import Archive
 from kvcache_service.engine.cost import CostModel
 from kvcache_service.engine.durable import Durable
 from kvcache_service.engine.events import Events, EventSettings
 from kvcache_service.engine.memory import Memory
 from kvcache_service.engine.plan import Action, Plan, Reason, Trial
 from kvcache_service.engine.planning import Planner, PlanSettings, bypass
+from kvcache_service.engine.pools import Pools
 from kvcache_service.engine.prefixes import Prefixes, refuse_non_finite
-from kvcache_service.engine.quotas import Quotas, refuse_more, reports
+from kvcache_service.engine.quotas import Quotas, limits, refuse_more, reports
 from kvcache_service.engine.sessions import Phase, Session, Settled, Settlement, Turn, Verdict
 from kvcache_service.engine.trust import ProbeLimits, TemplateStatus, Trust, TrustSettings
 from kvcache_service.engine.update import Update
@@ -65,6 +67,15 @@ class Opened:
     turn: Turn
     match_seconds: float
     limits: ProbeLimits
+
+
+@dataclass(frozen=True)
+class ModelStatus:
+    """A registered model: how many templates a tenant has for it, and what its KV takes in host memory."""
+
+    geometry: Geometry
+    templates: int
+    host_bytes: int
 
 
 class Engine:
@@ -110,6 +121,26 @@ class Engine:
         self._sessions: dict[str, Session] = {}
         self._turns: dict[str, Turn] = {}
         self._finished: OrderedDict[str, tuple[str, Finished | None]] = OrderedDict()  # tenant, and how it ended
+        self.pools = Pools(
+            self._memory,
+            self._catalog,
+            self._trust,
+            self._lock,
+            self._learning,
+            groups=self._known_groups,
+            templates=self._of_group,
+        )
+        self.archive = Archive(
+            self._memory,
+            self._catalog,
+            self._trust,
+            self.pools,
+            self._lock,
+            self._learning,
+            geometry=self.model,
+            template=self._template,
+            templates=self._of_group,
+        )
         telemetry.watch(self.gauges)
         telemetry.watch_slots(self.audited_slots)
         telemetry.tenants.watch(self.tenants)
@@ -193,12 +224,7 @@ class Engine:
 
         Returns what was known of the template's quality.
         """
-        if group not in self._groups:
-            known = self._durable.group(group)
-            with self._lock:
-                self._memory.restore_group(group, known)
-            self._catalog.attach(group, known.anchors, known.epoch)
-            self._groups.add(group)
+        self._restore_group(group)
         if (group.tenant, template.template_id) in self._templates:
             return None
         learned = self._durable.template(group, template.template_id)
@@ -206,6 +232,27 @@ class Engine:
             self._memory.restore_template(learned)
             self._templates[group.tenant, template.template_id] = template
         return learned.quality
+
+    def _restore_group(self, group: Group) -> None:
+        if group not in self._groups:
+            known = self._durable.group(group)
+            with self._lock:
+                self._memory.restore_group(group, known)
+            self._catalog.attach(group, known.anchors, known.epoch)
+            self._groups.add(group)
+
+    def _known_groups(self, tenant: str) -> list[Group]:
+        """Everything of a tenant, of earlier boots too."""
+        with self._restoring:
+            for group in self._durable.groups(tenant):
+                self._restore_group(group)
+        return sorted(group for group in {*self._groups, *self._costs} if group.tenant == tenant)
+
+    def _of_group(self, group: Group) -> list[Template]:
+        """Templates that are registered, by id."""
+        with self._lock:
+            found = [t for (owner, _), t in self._templates.items() if owner == group.tenant and t.model_id == group.model_id]
+        return sorted(found, key=lambda template: template.template_id)
 
     def model(self, tenant: str, model_id: str) -> Geometry:
         """A model that the tenant has registered; whether another one has is not told."""
@@ -445,6 +492,20 @@ class Engine:
             template = self._template(tenant, template_id)
         return self._trust.calibrate(tenant, template, kl, top1)
 
+    def models(self, tenant: str) -> list[ModelStatus]:
+        """All models that the tenant has registered."""
+        held, _ = self._tier.holdings(tenant, lambda: None)
+        with self._lock:
+            mine = sorted(group for group in self._costs if group.tenant == tenant)
+        return [
+            ModelStatus(
+                self._models[group.model_id],
+                len(self._of_group(group)),
+                sum(one.nbytes for one in held if one.key.startswith(f"{group.tag}:")),
+            )
+            for group in mine
+        ]
+
     def status(self, tenant: str) -> list[TemplateStatus]:
         """All templates of the tenant with their slots and quality."""
         with self._lock:
@@ -491,6 +552,10 @@ class Engine:
         """Quality of every slot that was audited."""
         with self._lock:
             return self._trust.audited_slots(self._template)
+
+    def limits(self) -> dict[str, int | None]:
+        """What one tenant may hold, by the names of QUOTAS; None: no limit."""
+        return limits(self.settings.quotas, self._tier)
 
     def tenants(self) -> list[TenantReport]:
         """What every tenant holds that holds anything."""

@@ -135,6 +135,42 @@ class Memory:
             del self._bases[group, sample]
         return list(known.values())
 
+    def known_bases(self, group: Group) -> list[tuple[str, Base]]:
+        """All bases of a group with their samples."""
+        samples = [sample for owner, sample in self._bases if owner == group]
+        return [(sample, base) for sample in samples for base in self.bases(group, sample)]
+
+    def copy(self, key: str) -> Tensor | None:
+        """A copy of a blob from host memory, where it does not count as used, or from the disk; None is a miss."""
+        blob = self.tier.peek(key)
+        return blob.clone() if blob is not None else self._durable.get(key)
+
+    def drop_base(self, group: Group, sample: str, base: Base) -> None:
+        """Forget a base and its KV."""
+        self._bases.get((group, sample), {}).pop(base.origin, None)
+        self.tier.remove([base.key])
+        self._durable.drop_base(group, sample, base)
+        self._durable.drop_blobs([base.key])
+
+    def forget(self, group: Group) -> int:
+        """Drop everything of a group, here and on disk. Returns the host bytes. Leased blobs live until their leases end."""
+        for slot in [s for s in {*self.statistics, *self._norms} if s.pool.group == group]:
+            self.statistics.pop(slot, None)
+            self._norms.pop(slot, None)
+        for places in (self.fixed, self.fixed_bases):
+            for place in [p for p in places if p.group == group]:
+                del places[place]
+        for anchor in [a for a in self.anchors if a[0].group == group]:
+            del self.anchors[anchor]
+        for known in [k for k in self._bases if k[0] == group]:
+            del self._bases[known]
+        self._layer_zero.pop(group, None)
+        held, _ = self.tier.holdings(group.tenant, lambda: None)
+        mine = [one for one in held if one.key.startswith(f"{group.tag}:")]
+        self.tier.remove([one.key for one in mine])
+        self._durable.forget(group)
+        return sum(one.nbytes for one in mine)
+
     def add_base(self, group: Group, sample: str, base: Base) -> None:
         self._bases[group, sample][base.origin] = base
         self._durable.keep_base(group, sample, base)
@@ -154,6 +190,10 @@ class Memory:
         self.keep(offsets.placeholder, offset)
         if following is not None and offsets.following is not None:
             self.keep(offsets.following, following)
+        self.name_anchor(slot, sample, offsets)
+
+    def name_anchor(self, slot: Slot, sample: str, offsets: Offsets) -> None:
+        """Know offsets whose blobs are kept."""
         self.anchors.setdefault((slot.pool, sample), {})[slot.name] = offsets
         self._durable.keep_offsets(slot, sample, offsets)
 
@@ -178,6 +218,19 @@ class Memory:
         """The slot has learned."""
         self._durable.keep_predictor(slot, self.statistics[slot], list(self._norms[slot]))
 
+    def norms(self, slot: Slot) -> list[float]:
+        """The latest offset norms that the slot has seen."""
+        return list(self._norms.get(slot, ()))
+
+    def adopt_predictor(self, slot: Slot, statistics: RidgeStatistics, norms: Sequence[float]) -> bool:
+        """Take a predictor that has learned elsewhere, where the slot has learned less; False where it has not."""
+        if self.samples(slot) >= statistics.samples:
+            return False
+        self.statistics[slot] = statistics
+        self._norms[slot].extend(norms)
+        self.keep_predictor(slot)
+        return True
+
     def samples(self, slot: Slot) -> int:
         """How many samples the slot has learned from."""
         found = self.statistics.get(slot)
@@ -187,6 +240,12 @@ class Memory:
         mean = self.fixed.setdefault(place, RunningMean())
         mean.add(kv)
         self._durable.keep_mean(place, mean)
+
+    def adopt_mean(self, place: Place, mean: RunningMean) -> None:
+        """Take a mean that has learned elsewhere, where this one has learned less."""
+        if place not in self.fixed or self.fixed[place].samples < mean.samples:
+            self.fixed[place] = mean
+            self._durable.keep_mean(place, mean)
 
     def missing_fixed(self, group: Group, template: Template, exact_prefix: bool) -> list[int]:
         """Ordinals of fixed segments without any KV; a leading one has it when its prefix is stored."""

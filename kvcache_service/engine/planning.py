@@ -103,7 +103,7 @@ class Planner:
             yield self._memory.exact_key(self._group, context, span.start)
             if not span.placeholder or policy is Policy.EXACT:
                 continue
-            for base in self._memory.bases(self._group, tokens_key(span.token_ids)):
+            for base in self._bases(span):
                 yield base.key
                 if policy is Policy.PAPER or self._trial is not None:
                     for held in self._known(self._slot(span, base)):
@@ -123,7 +123,7 @@ class Planner:
             return SegmentPlan(span, Action.EXACT)
         key = self._memory.exact_key(self._group, context, span.start)
         base = self._kv(key)
-        if base is None:
+        if base is None or base.shape[2] != len(span.token_ids):
             return _dense(span, Reason.MISS)
         return SegmentPlan(span, Action.EXACT, source=Repositioned(base), keys=frozenset({key}))
 
@@ -156,10 +156,9 @@ class Planner:
         return needed if self._trial is not None or calibration is None else max(needed, calibration.min_samples)
 
     def _guarded_placeholder(self, span: Span) -> SegmentPlan:
-        sample = tokens_key(span.token_ids)
         if self._trial is None and span.ordinal in self._gate.off:
             return _dense(span, Reason.QUALITY)
-        bases = self._memory.bases(self._group, sample)
+        bases = self._bases(span)
         if not bases:
             return _dense(span, Reason.MISS)
         clean = [b for b in bases if b.taint <= self._settings.max_taint and b.covered]
@@ -198,6 +197,11 @@ class Planner:
         statistics = self._memory.statistics.get(self._slot(span, base))
         return statistics.map if statistics is not None and statistics.samples >= self._mature else None
 
+    def _bases(self, span: Span) -> list[Base]:
+        """Of the span's sample. A base that claims more tokens than there are was imported, and is none."""
+        found = self._memory.bases(self._group, tokens_key(span.token_ids))
+        return [base for base in found if base.covered <= len(span.token_ids)]
+
     def _slot(self, span: Span, base: Base) -> Slot:
         return Slot(PoolKey(self._group, span.placeholder, base.origin), self._template_id, span.ordinal)
 
@@ -234,7 +238,7 @@ class Planner:
         return [self._recompute(s, last=s is out[-1]) for s in out]
 
     def _repositioned_placeholder(self, span: Span) -> SegmentPlan:
-        for base in self._memory.bases(self._group, tokens_key(span.token_ids)):
+        for base in self._bases(span):
             kv = self._kv(base.key)
             if kv is not None and base.covered and base.taint <= self._settings.max_taint:
                 keys = frozenset({base.key})
@@ -266,7 +270,7 @@ class Planner:
         """The placeholder's plan and, with the same weights in the same frame, that of the fixed segment after it."""
         sample = tokens_key(span.token_ids)
         found: tuple[SegmentPlan, SegmentPlan | None] = (_dense(span, Reason.MISS), None)
-        for base in self._memory.bases(self._group, sample):
+        for base in self._bases(span):
             if base.taint > self._settings.max_taint or not base.covered:
                 found = (_dense(span, Reason.TAINT), None)
                 continue

@@ -23,23 +23,25 @@ class Quotas:
     models: int | None = None
 
 
+def limits(quotas: Quotas, tier: HostTier) -> dict[str, int | None]:
+    """What one tenant may hold, by the names of QUOTAS."""
+    return {name: getattr(quotas, name) for name in ("sessions", "turns", "templates", "models")} | {"host_bytes": tier.share}
+
+
 def reports(
     quotas: Quotas, tier: HostTier, sessions: Iterable[str], turns: Iterable[str], templates: Iterable[str], models: Iterable[str]
 ) -> list[TenantReport]:
     """What every tenant holds. sessions, turns, templates, models: the owner of each."""
     held = {"sessions": Counter(sessions), "turns": Counter(turns), "templates": Counter(templates), "models": Counter(models)}
     held["host_bytes"] = Counter(tier.owned())
-    limits = {name: getattr(quotas, name) for name in ("sessions", "turns", "templates", "models")} | {"host_bytes": tier.share}
-    tenants = set[str]().union(*held.values())
+    most = {name: limit for name, limit in limits(quotas, tier).items() if limit}
     return [
         TenantReport(
             tenant,
-            sessions=held["sessions"][tenant],
-            open_turns=held["turns"][tenant],
-            host_bytes=held["host_bytes"][tenant],
-            shares={name: count[tenant] / limits[name] if limits[name] else 0.0 for name, count in held.items()},
+            {name: count[tenant] for name, count in held.items()},
+            {name: count[tenant] / most[name] if name in most else 0.0 for name, count in held.items()},
         )
-        for tenant in tenants
+        for tenant in set[str]().union(*held.values())
     ]
 
 

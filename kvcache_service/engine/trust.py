@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvcache_service.catalog.keys import Group
@@ -101,10 +101,47 @@ class Trust:
             except KVCacheError as error:
                 log.warning("calibration not stored: %s", error)
 
-    def _keep(self, tenant: str, template: Template) -> None:
+    def dump(self, tenant: str, template: Template) -> str:
+        """All that is known of a template, as JSON."""
         with self._lock:
-            record = self._book.dump((tenant, template.template_id))
-        self._durable.keep_quality(Group(tenant, template.model_id), template.template_id, record)
+            return self._book.dump((tenant, template.template_id))
+
+    def adopt(self, tenant: str, template: Template, record: str) -> bool:
+        """Take in the dump of another service, where nothing is known here yet; False where something is.
+
+        Raises ValueError for a record that does not fit the template, CATALOG when its calibration could not be stored.
+        """
+        key = (tenant, template.template_id)
+        found = QualityBook()
+        try:
+            found.restore(key, record)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"quality is of another layout: {error}") from error
+        audited = {ordinal for _, _, ordinal in found.slots()} | found.off(key)
+        if not audited <= {i for i, segment in enumerate(template.segments) if isinstance(segment, Placeholder)}:
+            raise ValueError("quality names segments that are no placeholders of the template")
+        with self._lock:
+            if key in self._book.calibrations or self._book.audits(key) or not (found.audits(key) or found.calibrations):
+                return False
+        calibration = found.calibrations.get(key)
+        if calibration is not None:
+            self._catalog.put_calibration(Group(tenant, template.model_id), template.template_id, calibration.to_json())
+        with self._lock:
+            self._book.restore(key, record)
+        self._keep(tenant, template)
+        return True
+
+    def forget(self, tenant: str, templates: Sequence[Template]) -> None:
+        """Drop calibrations and audits of templates of one model. Raises CATALOG, and nothing has changed then."""
+        for group in {Group(tenant, template.model_id) for template in templates}:
+            self._catalog.drop_calibrations(group, [t.template_id for t in templates if t.model_id == group.model_id])
+        with self._lock:
+            for template in templates:
+                self._book.forget((tenant, template.template_id))
+                self._lessons.discard((tenant, template.template_id))
+
+    def _keep(self, tenant: str, template: Template) -> None:
+        self._durable.keep_quality(Group(tenant, template.model_id), template.template_id, self.dump(tenant, template))
 
     def gate(self, tenant: str, template_id: str) -> Gate:
         key = (tenant, template_id)

@@ -11,7 +11,7 @@ from types import TracebackType
 
 from prometheus_client.parser import text_string_to_metric_families
 
-_READY = re.compile(r"kvcache ready grpc=(?P<grpc>\S+) metrics=(?P<metrics>\S+) catalog=(?P<catalog>\S+)")
+_READY = re.compile(r"kvcache ready grpc=(?P<grpc>\S+) admin=(?P<admin>\S+) metrics=(?P<metrics>\S+) catalog=(?P<catalog>\S+)")
 
 
 class ServiceProcess:
@@ -22,14 +22,16 @@ class ServiceProcess:
 
     def __init__(self, *, module: str = "kvcache_service", **settings: str) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("KVCACHE_")}
-        environment |= {"KVCACHE_LISTEN": "127.0.0.1:0", "KVCACHE_METRICS_LISTEN": "127.0.0.1:0", "KVCACHE_LOG_LEVEL": "warning"}
+        addresses = ("LISTEN", "ADMIN_LISTEN", "METRICS_LISTEN")
+        environment |= {f"KVCACHE_{name}": "127.0.0.1:0" for name in addresses} | {"KVCACHE_LOG_LEVEL": "warning"}
         environment |= {f"KVCACHE_{name.upper()}": value for name, value in settings.items()}
         self.process = subprocess.Popen([sys.executable, "-m", module], env=environment, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         ready = _READY.match(self.process.stdout.readline())
         if ready is None:
             raise RuntimeError("the service did not start; its message stands above")
-        self.target, self.metrics_url, self.catalog_url = ready["grpc"], ready["metrics"], ready["catalog"]
+        self.target, self.admin_target = ready["grpc"], ready["admin"]
+        self.metrics_url, self.catalog_url = ready["metrics"], ready["catalog"]
 
     def metrics(self) -> dict[str, float]:
         """All samples of /metrics."""

@@ -76,6 +76,16 @@ def encode(kv: Tensor, codec: Codec) -> Tensor:
     return blob
 
 
+def tokens(blob: Tensor, geometry: Geometry) -> int | None:
+    """How many tokens of a model a blob holds, coded or not; None where it is no KV of this model."""
+    if blob.dim() == 1 and blob.dtype in (codec.value[0] for codec in Codec):
+        heads = geometry.layers * geometry.kv_heads
+        count, rest = divmod(blob.numel() - 4 * heads * geometry.head_dim, 2 * heads * (geometry.head_dim + 2))
+        return count if count >= 0 and not rest else None
+    found = blob.shape[2] if blob.dim() == 5 else 0
+    return found if blob.dtype == geometry.dtype and tuple(blob.shape) == geometry.shape(found) else None
+
+
 def opened(blob: Tensor, geometry: Geometry) -> KV:
     """Stored KV of a model as kernels read it. Shares the blob's memory."""
     if blob.dim() != 1:

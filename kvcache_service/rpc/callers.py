@@ -25,14 +25,15 @@ _URI = "kvcache://"  # of the subject alternative name that says what a certific
 
 @dataclass(frozen=True)
 class Caller:
-    """name: for the audit log. admin: may change what is trusted, not only use it."""
+    """name: for the audit log. admin: may change what is trusted, not only use it; operator: also what concerns all tenants."""
 
     name: str
     tenant: str
     admin: bool
+    operator: bool
 
 
-ANYONE = Caller("anyone", "default", True)  # on a service that asks nobody who he is
+ANYONE = Caller("anyone", "default", True, True)  # on a service that asks nobody who he is
 
 
 class Entry(BaseModel):
@@ -44,6 +45,7 @@ class Entry(BaseModel):
     tenant: str = Field(pattern=NAME)
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     admin: bool = False
+    operator: bool = False  # an admin too
     expires: AwareDatetime | None = None
 
 
@@ -81,7 +83,7 @@ class Tokens:
                 found = entry
         if found is None or (found.expires is not None and found.expires <= self._now()):
             return None
-        return Caller(found.name, found.tenant, found.admin)
+        return Caller(found.name, found.tenant, found.admin or found.operator, found.operator)
 
     def _refresh(self) -> None:
         stamp = _stamp(self._path)
@@ -109,13 +111,14 @@ def digest_of(secret: str) -> str:
 def from_certificate(names: Iterable[bytes]) -> Caller | None:
     """The caller that a verified client certificate stands for, by its subject alternative names.
 
-    kvcache://tenant/NAME is a worker of that tenant, kvcache://admin/NAME its admin. None: no name says so.
+    kvcache://tenant/NAME is a worker of that tenant, kvcache://admin/NAME its admin, kvcache://operator/NAME an operator.
+    None: no name says so.
     """
     for raw in names:
         name = raw.decode(errors="replace")
         kind, _, tenant = name.removeprefix(_URI).partition("/")
-        if name.startswith(_URI) and kind in ("tenant", "admin") and re.fullmatch(NAME, tenant):
-            return Caller(name, tenant, kind == "admin")
+        if name.startswith(_URI) and kind in ("tenant", "admin", "operator") and re.fullmatch(NAME, tenant):
+            return Caller(name, tenant, kind != "tenant", kind == "operator")
     return None
 
 

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from kvcache_proto.v1 import kvcache_pb2 as pb
 
-from kvcache_service.engine.engine import Opened
+from kvcache_service.engine.engine import ModelStatus, Opened
 from kvcache_service.engine.plan import Action, Blending, Reason, Trial
+from kvcache_service.engine.pools import Holding, Selection
 from kvcache_service.engine.sessions import Distance, Phase, Probe, Settlement, Turn, Verdict
 from kvcache_service.engine.trust import TemplateStatus
 from kvcache_service.errors import Code, KVCacheError, invalid
 from kvcache_service.geometry import Geometry, Pairing, Rope
 from kvcache_service.prompt import Fixed, Placeholder, Policy, Role, Template
 from kvcache_service.quality import Calibration
+from kvcache_service.tenants import TenantReport
 from kvcache_service.tiers.host import Pin
 
 MAX_EXTENT = 8192  # layers, heads, dimensions of a head
 
-_DTYPES: dict[int, torch.dtype] = {
+_DTYPES: dict[pb.DType, torch.dtype] = {
     pb.DTYPE_FLOAT32: torch.float32,
     pb.DTYPE_FLOAT16: torch.float16,
     pb.DTYPE_BFLOAT16: torch.bfloat16,
@@ -33,7 +37,7 @@ _PINS: dict[int, Pin] = {pb.PIN_NONE: Pin.NONE, pb.PIN_SOFT: Pin.SOFT, pb.PIN_HA
 _PAIRINGS: dict[int, Pairing] = {pb.PAIRING_HALF_SPLIT: Pairing.HALF_SPLIT, pb.PAIRING_INTERLEAVED: Pairing.INTERLEAVED}
 
 
-def dtype(value: int) -> torch.dtype:
+def dtype(value: pb.DType) -> torch.dtype:
     if value not in _DTYPES:
         raise invalid("dtype", f"{value}", "send FLOAT32, FLOAT16 or BFLOAT16")
     return _DTYPES[value]
@@ -248,4 +252,50 @@ def template_status(value: TemplateStatus) -> pb.TemplateStatus:
         ],
         calibration=calibration(value.calibration) if value.calibration else None,
         audits=value.audits,
+        segments=[
+            pb.SegmentStatus(fixed_tokens=len(s.token_ids)) if isinstance(s, Fixed) else pb.SegmentStatus(placeholder=s.name)
+            for s in template.segments
+        ],
     )
+
+
+def model_status(value: ModelStatus) -> pb.ModelStatus:
+    geometry = value.geometry
+    return pb.ModelStatus(
+        model_id=geometry.model_id,
+        name=geometry.name,
+        layers=geometry.layers,
+        kv_heads=geometry.kv_heads,
+        head_dim=geometry.head_dim,
+        dtype=next(number for number, known in _DTYPES.items() if known == geometry.dtype),
+        token_bytes=geometry.token_bytes,
+        templates=value.templates,
+        host_bytes=value.host_bytes,
+    )
+
+
+def selection(value: pb.AnchorSelection) -> Selection:
+    return Selection(value.model_id, value.template_id, value.placeholder, value.sample)
+
+
+def pooled_sample(value: Holding) -> pb.PooledSample:
+    anchor, base = value.anchor, value.base
+    return pb.PooledSample(
+        model_id=value.pool.group.model_id,
+        placeholder=value.pool.placeholder,
+        origin=value.pool.origin,
+        sample=value.sample,
+        anchor=anchor is not None,
+        tokens=anchor.length if anchor else base.covered if base else 0,
+        sequence=anchor.sequence if anchor else 0,
+        uses=anchor.uses if anchor else 0,
+        slots=sorted(anchor.slots) if anchor else (),
+        taint=base.taint if base else 0,
+        host_bytes=value.nbytes,
+        pin=f"PIN_{value.pin.name}",
+    )
+
+
+def tenant_quotas(report: TenantReport, limits: Mapping[str, int | None]) -> pb.TenantQuotas:
+    quotas = [pb.Quota(name=name, used=used, limit=limits[name] or 0) for name, used in report.held.items()]
+    return pb.TenantQuotas(tenant=report.tenant, quotas=quotas)

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
 
 audit = logging.getLogger("kvcache.audit")
-ADMIN = frozenset({"kvcache.v1.Quality.Calibrate"})  # methods that change what is trusted
+CALIBRATE = "kvcache.v1.Quality.Calibrate"  # an admin's, as all that is called Admin
+OPERATOR = frozenset({"kvcache.v1.Admin.Drain"})  # what concerns all tenants
 BEGIN = frozenset({"kvcache.v1.KVCache.Attach", "kvcache.v1.Turns.OpenTurn"})  # what a service that drains does not start
 LASTING = frozenset({"kvcache.v1.KVCache.Attach", "kvcache.v1.KVCache.Events"})  # no span of theirs would end
 _BEARER = "Bearer "
@@ -86,8 +87,10 @@ class Door:
                 name = f"{caller.tenant}/{caller.name}"
                 session_id, turn_id = _named(request, "session_id"), _named(request, "turn_id")
                 self._telemetry.about(method=method, tenant=caller.tenant, session_id=session_id, turn_id=turn_id)
-                if method in ADMIN and not caller.admin:
+                if _for_admins(method) and not caller.admin:
                     raise KVCacheError(Code.PERMISSION, "only an admin may do this", fix="call with an admin's credentials")
+                if method in OPERATOR and not caller.operator:
+                    raise KVCacheError(Code.PERMISSION, "only an operator may do this", fix="call with an operator's credentials")
                 if self._draining and method in BEGIN:
                     raise KVCacheError(
                         Code.DRAINING, "the service is being stopped", fix="prefill; its successor takes new sessions"
@@ -103,7 +106,7 @@ class Door:
                 code = error.code.name.lower()
                 audit.warning("%s %s from %s: refused, %s", name, method, context.peer(), code, extra={"code": code})
                 raise
-            if method in ADMIN:
+            if _for_admins(method):
                 audit.info("%s %s from %s: admitted", name, method, context.peer())
         return caller
 
@@ -125,6 +128,10 @@ class Door:
                 fix="send metadata `authorization: Bearer TOKEN`, or a certificate that names kvcache://tenant/NAME",
             )
         return caller
+
+
+def _for_admins(method: str) -> bool:
+    return method == CALIBRATE or method.startswith("kvcache.v1.Admin.")
 
 
 def _named(request: Any, field: str) -> str:

@@ -17,6 +17,7 @@ from kvcache_proto.v1 import kvcache_pb2 as pb
 
 from kvcache_service.engine.engine import Engine
 from kvcache_service.rpc import methods
+from kvcache_service.rpc.admin import AdminServicer
 from kvcache_service.rpc.door import Door
 from kvcache_service.rpc.servicers import KVCacheServicer, QualityServicer, TurnsServicer
 from kvcache_service.rpc.tls import Files, server_credentials
@@ -41,11 +42,14 @@ class Server:
         settling: Executor,
         *,
         listen: str,
+        admin_listen: str,
         host_id: str,
         shared_memory_dir: Path,
         door: Door,
         tls: Files | None,
+        stop: Callable[[], None],
     ) -> None:
+        """stop: asks for the end of the process, which is to call drain()."""
         self._engine = engine
         self._executor = executor
         self._door = door
@@ -65,20 +69,22 @@ class Server:
             "Quality": QualityServicer(engine, telemetry, executor),
         }
         services = pb.DESCRIPTOR.services_by_name
-        self._server.add_generic_rpc_handlers([methods.handler(services[name], servicers[name], door) for name in services])
+        self._server.add_generic_rpc_handlers([methods.handler(services[name], servicers[name], door) for name in servicers])
+        self._admin = grpc.aio.server(options=options)
+        admin = AdminServicer(engine, telemetry, executor, stop)
+        self._admin.add_generic_rpc_handlers([methods.handler(services["Admin"], admin, door)])
         self._health = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         if not door.guarded:  # strangers need not know what there is
-            names = [s.full_name for s in services.values()]
+            names = [services[name].full_name for name in servicers]
             reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
-        if tls is None:
-            self.port = self._server.add_insecure_port(listen)
-        else:
-            self.port = self._server.add_secure_port(listen, server_credentials(tls))
+            reflection.enable_server_reflection([services["Admin"].full_name, reflection.SERVICE_NAME], self._admin)
+        self.port, self.admin_port = _bind(self._server, listen, tls), _bind(self._admin, admin_listen, tls)
         self._housekeeper: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         await self._server.start()
+        await self._admin.start()
         await self._check()
         self._housekeeper = asyncio.create_task(self._keep_house())
 
@@ -93,7 +99,7 @@ class Server:
         if self._housekeeper is not None:
             self._housekeeper.cancel()
         self._kvcache.end_sessions()
-        await self._server.stop(_LAST_CALLS_SECONDS)
+        await asyncio.gather(self._server.stop(_LAST_CALLS_SECONDS), self._admin.stop(_LAST_CALLS_SECONDS))
 
     async def _keep_house(self) -> None:
         while True:
@@ -110,3 +116,10 @@ class Server:
 
     async def _run(self, call: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._executor, call)
+
+
+def _bind(server: grpc.aio.Server, address: str, tls: Files | None) -> int:
+    """The port."""
+    if tls is None:
+        return server.add_insecure_port(address)
+    return server.add_secure_port(address, server_credentials(tls))

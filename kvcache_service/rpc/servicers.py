@@ -41,7 +41,9 @@ if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class _Base:
+class Servicer:
+    """What all services share."""
+
     def __init__(self, engine: Engine, telemetry: Telemetry, executor: Executor) -> None:
         self._engine = engine
         self._telemetry = telemetry
@@ -62,7 +64,9 @@ class _Base:
 
     async def _received(
         self,
-        requests: AsyncIterator[pb.PutRequest | codec.Frame] | AsyncIterator[pb.ObserveRequest | codec.Frame],
+        requests: AsyncIterator[pb.PutRequest | codec.Frame]
+        | AsyncIterator[pb.ObserveRequest | codec.Frame]
+        | AsyncIterator[pb.ImportRequest | codec.Frame],
         shape: tuple[int, ...],
         dtype: torch.dtype,
     ) -> Tensor:
@@ -83,7 +87,7 @@ class _Base:
         return translated(context, self._telemetry)
 
 
-class KVCacheServicer(_Base):
+class KVCacheServicer(Servicer):
     """Sessions, registration and exact prefixes."""
 
     def __init__(
@@ -156,7 +160,7 @@ class KVCacheServicer(_Base):
 
     async def Put(self, requests: AsyncIterator[pb.PutRequest | codec.Frame], context: Context, caller: Caller) -> pb.PutReply:
         async with self._translated(context):
-            header = (await _first(requests)).header
+            header = (await first(requests)).header
             shape = tuple(header.shape)
             await self._run(self._engine.check_put, caller.tenant, header.model_id, len(header.token_ids), shape)
             pin, dtype = convert.pin(header.pin), convert.dtype(header.dtype)
@@ -185,7 +189,7 @@ async def _exhausted(requests: AsyncIterator[pb.Heartbeat]) -> None:
         pass
 
 
-class TurnsServicer(_Base):
+class TurnsServicer(Servicer):
     """One turn: open, fetch, observe, settle. Settling has threads of its own: a slow metadata store stops no other call."""
 
     def __init__(self, engine: Engine, telemetry: Telemetry, executor: Executor, settling: Executor) -> None:
@@ -273,7 +277,7 @@ class TurnsServicer(_Base):
         self, requests: AsyncIterator[pb.ObserveRequest | codec.Frame], context: Context, caller: Caller
     ) -> pb.ObserveReply:
         async with self._translated(context):
-            header = (await _first(requests)).header
+            header = (await first(requests)).header
             self._telemetry.about(turn_id=header.turn_id)
             turn = await self._run(
                 self._engine.check_observation,
@@ -314,7 +318,7 @@ class TurnsServicer(_Base):
             )
 
 
-class QualityServicer(_Base):
+class QualityServicer(Servicer):
     """Calibration and audited quality."""
 
     async def Calibrate(self, request: pb.CalibrateRequest, context: Context, caller: Caller) -> pb.CalibrateReply:
@@ -331,10 +335,12 @@ class QualityServicer(_Base):
     async def Status(self, request: pb.StatusRequest, context: Context, caller: Caller) -> pb.StatusReply:
         async with self._translated(context):
             templates = await self._run(self._engine.status, caller.tenant)
+            models = await self._run(self._engine.models, caller.tenant)
             return pb.StatusReply(
                 boot_id=self._engine.boot_id,
                 uptime_seconds=self._engine.uptime(),
                 templates=[convert.template_status(t) for t in templates],
+                models=[convert.model_status(m) for m in models],
             )
 
 
@@ -366,7 +372,8 @@ def _wire(turn: Turn, layers: range) -> list[tuple[int, int]]:
     return ranges(range(2 * layers.start, 2 * layers.stop), turn.columns, row, convert.fetch_ranges(turn))
 
 
-async def _first(requests: AsyncIterator[Result | codec.Frame]) -> Result:
+async def first(requests: AsyncIterator[Result | codec.Frame]) -> Result:
+    """The header that a stream begins with, or the next part of it. Raises INVALID for anything else."""
     async for request in requests:
         if isinstance(request, codec.Frame) or request.WhichOneof("part") != "header":  # type: ignore[attr-defined]
             break

@@ -96,6 +96,15 @@ class DiskTier:
             for key in keys:
                 self._delete(_name(key))
 
+    def remove_all(self, prefix: str) -> None:
+        """Delete all blobs whose keys begin so. For jobs on the writer: it reads the first line of every file."""
+        with self._lock:
+            names = list(self._sizes)
+        doomed = [name for name in names if _key(self.directory / name).startswith(prefix)]
+        with self._lock:
+            for name in doomed:
+                self._delete(name)
+
     def get(self, key: str) -> Tensor | None:
         """A copy of the blob, verified; None is a miss."""
         name = _name(key)
@@ -235,13 +244,28 @@ def _sealed(head: bytes) -> bytes:
     return b"%08x %s\n" % (isal_zlib.crc32(head), head)
 
 
+def _key(path: Path) -> str:
+    """Whose blob a file holds; "" where that cannot be read: the file is a miss then."""
+    try:
+        with path.open("rb") as file:
+            return str(_head(file).get("key", ""))
+    except (OSError, ValueError):
+        return ""
+
+
+def _head(file: IO[bytes]) -> dict[str, Any]:
+    """Raises ValueError for a header that has changed."""
+    line = file.readline(_HEAD_BYTES)
+    if line != _sealed(line[9:-1]):
+        raise ValueError("the header has changed")
+    found: dict[str, Any] = json.loads(line[9:])
+    return found
+
+
 def _read(path: Path, key: str) -> Tensor:
     """Raises OSError or ValueError when the file is not what was written under the key."""
     with path.open("rb") as file:
-        line = file.readline(_HEAD_BYTES)
-        if line != _sealed(line[9:-1]):
-            raise ValueError("the header has changed")
-        head: dict[str, Any] = json.loads(line[9:])
+        head = _head(file)
         if head.get("key") != key or head.get("dtype") not in _DTYPES:
             raise ValueError("another blob's header")
         blob = torch.empty(head["shape"], dtype=_DTYPES[head["dtype"]])

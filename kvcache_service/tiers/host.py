@@ -157,9 +157,20 @@ class HostTier:
             entry = self._use(key)
             return entry.blob if entry is not None else None
 
+    def peek(self, key: str) -> Tensor | None:
+        """The blob, not marked as used; None is a miss."""
+        with self._lock:
+            entry = self._find(key)
+            return entry.blob if entry is not None else None
+
     def has(self, key: str) -> bool:
         with self._lock:
             return self._find(key) is not None
+
+    def pinned(self, key: str) -> Pin:
+        """How the blob is kept; NONE where it is absent."""
+        with self._lock:
+            return next((kind for kind, held in self._pinned.items() if key in held), Pin.NONE)
 
     def size(self, key: str) -> int:
         """Bytes under the key; 0 when it is absent."""

@@ -111,6 +111,7 @@ def test_the_entry_point_serves_is_healthy_and_ends_at_sigterm(installed: Path, 
     inside = {"PATH": os.environ["PATH"], "PYTHONPATH": str(installed), "HOME": str(tmp_path)}
     inside |= {"NUMBA_CACHE_DIR": str(tmp_path / "numba"), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
     own = {"KVCACHE_LISTEN": "0.0.0.0:0", "KVCACHE_METRICS_LISTEN": "127.0.0.1:0", "KVCACHE_INSECURE": "true"}
+    own["KVCACHE_ADMIN_LISTEN"] = "127.0.0.1:0"
     kvcache = [sys.executable, installed / "bin" / "kvcache"]
     assert stage.entrypoint == ["kvcache"]
     with subprocess.Popen(

@@ -153,7 +153,17 @@ def test_values_that_make_no_sense_are_refused(values: str, words: str) -> None:
 def test_the_chart_knows_the_settings() -> None:
     """All but those that its other values stand for."""
     schema = json.loads((CHART / "values.schema.json").read_text())["properties"]
-    own = {"listen", "metrics_listen", "insecure", "tls_cert", "tls_key", "tls_client_ca", "tokens_file", "redis_url"}
+    own = {
+        "listen",
+        "admin_listen",
+        "metrics_listen",
+        "insecure",
+        "tls_cert",
+        "tls_key",
+        "tls_client_ca",
+        "tokens_file",
+        "redis_url",
+    }
     own |= {"shared_memory_dir", "disk_dir"}
     assert set(schema["config"]["propertyNames"]["enum"]) == Config.model_fields.keys() - own
     assert schema.keys() - {"global"} == yaml.safe_load((CHART / "values.yaml").read_text()).keys()

@@ -116,6 +116,7 @@ def test_renewed_certificates_serve_the_next_connection(start_service: Start, au
     ("settings", "says"),
     [
         ({"listen": "0.0.0.0:0"}, "tls_cert"),
+        ({"admin_listen": "0.0.0.0:0"}, "admin_listen"),
         ({"listen": "0.0.0.0:0", "tls_cert": "CERT", "tls_key": "KEY"}, "tokens_file"),
         ({"tls_cert": "CERT"}, "tls_key"),
         ({"tls_client_ca": "CERT"}, "tls_cert"),
@@ -127,7 +128,11 @@ def test_renewed_certificates_serve_the_next_connection(start_service: Start, au
 def test_refused_at_start(settings: dict[str, str], says: str, authority: Authority) -> None:
     paths = dict(zip(("CERT", "KEY"), authority.issue("start"), strict=True))
     environment = {f"KVCACHE_{name.upper()}": str(paths.get(value, value)) for name, value in settings.items()}
-    environment |= {"KVCACHE_METRICS_LISTEN": "127.0.0.1:0", "PATH": "/usr/bin", "KVCACHE_HOST_BYTES": str(1 << 20)}
+    environment |= {
+        "KVCACHE_METRICS_LISTEN": "127.0.0.1:0",
+        "KVCACHE_ADMIN_LISTEN": environment.get("KVCACHE_ADMIN_LISTEN", "127.0.0.1:0"),
+    }
+    environment |= {"PATH": "/usr/bin", "KVCACHE_HOST_BYTES": str(1 << 20)}
     environment |= {"PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-m", "kvcache_service.cli", "serve"], env=environment, capture_output=True, text=True, timeout=60
@@ -205,9 +210,14 @@ def test_every_method_asks(start_service: Start, tmp_path: Path) -> None:
     """No method of the protocol lets a stranger in, whatever it is sent."""
     file = tmp_path / "tokens.toml"
     file.write_text(entry("one", "a"))
-    with start_service(tokens_file=str(file)) as service, grpc.insecure_channel(service.target) as channel:
+    with (
+        start_service(tokens_file=str(file)) as service,
+        grpc.insecure_channel(service.target) as workers,
+        grpc.insecure_channel(service.admin_target) as admins,
+    ):
         asked = 0
         for name, described in pb.DESCRIPTOR.services_by_name.items():
+            channel = admins if name == "Admin" else workers
             for method in described.methods:
                 path = f"/kvcache.v1.{name}/{method.name}"
                 call = channel.stream_stream(path, request_serializer=bytes, response_deserializer=bytes)
@@ -215,4 +225,4 @@ def test_every_method_asks(start_service: Start, tmp_path: Path) -> None:
                     list(call(iter([b""]), timeout=10))
                 assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED, path
                 asked += 1
-        assert asked >= 12
+        assert asked >= 20

@@ -26,7 +26,8 @@ METHODS = {
     f"/kvcache.v1.{name}/{method.name}": GetMessageClass(method.input_type)
     for name, described in pb.DESCRIPTOR.services_by_name.items()
     for method in described.methods
-    if method.name not in ("Attach", "Events")  # whatever they were sent, they wait for more
+    # Whatever the first two were sent, they wait for more; the last one ends the service.
+    if method.name not in ("Attach", "Events", "Drain")
 }
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "100"))
 EDGES = (0, 1, 2, 63, 64, 65, 2**16, 2**31 - 1, 2**32 - 1)
@@ -95,7 +96,7 @@ def scalar(field: FieldDescriptor, known: dict[str, str]) -> st.SearchStrategy:
 
 def send(service: ServiceProcess, path: str, parts: list[bytes]) -> grpc.StatusCode:
     """How the call ends; it must end within the deadline."""
-    with grpc.insecure_channel(service.target) as channel:
+    with grpc.insecure_channel(service.admin_target if "Admin" in path else service.target) as channel:
         call = channel.stream_stream(path, request_serializer=bytes, response_deserializer=bytes)(iter(parts), timeout=20)
         try:
             for _ in call:

@@ -102,7 +102,10 @@ def test_the_schema_accepts_what_the_service_accepts() -> None:
 
 
 def test_the_service_runs_by_its_file(tmp_path: Path) -> None:
-    file = write(tmp_path, 'listen = "127.0.0.1:0"\nmetrics_listen = "127.0.0.1:0"\nmax_prompt_tokens = 4242\n')
+    file = write(
+        tmp_path,
+        'listen = "127.0.0.1:0"\nadmin_listen = "127.0.0.1:0"\nmetrics_listen = "127.0.0.1:0"\nmax_prompt_tokens = 4242\n',
+    )
     clean = {name: value for name, value in os.environ.items() if not name.startswith("KVCACHE_")}
     with subprocess.Popen([KVCACHE, "serve", "--config", file], env=clean, stdout=subprocess.PIPE, text=True) as process:
         try:

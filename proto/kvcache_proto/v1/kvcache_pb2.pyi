@@ -750,7 +750,7 @@ class SlotStatus(_message.Message):
     def __init__(self, ordinal: _Optional[int] = ..., placeholder: _Optional[str] = ..., origin: _Optional[str] = ..., samples: _Optional[int] = ..., error: _Optional[float] = ..., bytes: _Optional[int] = ..., off: bool = ..., audits: _Optional[int] = ..., kl_mean: _Optional[float] = ..., kl_p95: _Optional[float] = ..., top1: _Optional[float] = ...) -> None: ...
 
 class TemplateStatus(_message.Message):
-    __slots__ = ("template_id", "model_id", "produces", "decision", "policy", "slots", "calibration", "audits")
+    __slots__ = ("template_id", "model_id", "produces", "decision", "policy", "slots", "calibration", "audits", "segments")
     TEMPLATE_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     PRODUCES_FIELD_NUMBER: _ClassVar[int]
@@ -759,6 +759,7 @@ class TemplateStatus(_message.Message):
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     CALIBRATION_FIELD_NUMBER: _ClassVar[int]
     AUDITS_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     template_id: str
     model_id: str
     produces: str
@@ -767,14 +768,223 @@ class TemplateStatus(_message.Message):
     slots: _containers.RepeatedCompositeFieldContainer[SlotStatus]
     calibration: Calibration
     audits: int
-    def __init__(self, template_id: _Optional[str] = ..., model_id: _Optional[str] = ..., produces: _Optional[str] = ..., decision: _Optional[_Union[Decision, str]] = ..., policy: _Optional[_Union[Policy, str]] = ..., slots: _Optional[_Iterable[_Union[SlotStatus, _Mapping]]] = ..., calibration: _Optional[_Union[Calibration, _Mapping]] = ..., audits: _Optional[int] = ...) -> None: ...
+    segments: _containers.RepeatedCompositeFieldContainer[SegmentStatus]
+    def __init__(self, template_id: _Optional[str] = ..., model_id: _Optional[str] = ..., produces: _Optional[str] = ..., decision: _Optional[_Union[Decision, str]] = ..., policy: _Optional[_Union[Policy, str]] = ..., slots: _Optional[_Iterable[_Union[SlotStatus, _Mapping]]] = ..., calibration: _Optional[_Union[Calibration, _Mapping]] = ..., audits: _Optional[int] = ..., segments: _Optional[_Iterable[_Union[SegmentStatus, _Mapping]]] = ...) -> None: ...
+
+class SegmentStatus(_message.Message):
+    __slots__ = ("fixed_tokens", "placeholder")
+    FIXED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PLACEHOLDER_FIELD_NUMBER: _ClassVar[int]
+    fixed_tokens: int
+    placeholder: str
+    def __init__(self, fixed_tokens: _Optional[int] = ..., placeholder: _Optional[str] = ...) -> None: ...
+
+class ModelStatus(_message.Message):
+    __slots__ = ("model_id", "name", "layers", "kv_heads", "head_dim", "dtype", "token_bytes", "templates", "host_bytes")
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TEMPLATES_FIELD_NUMBER: _ClassVar[int]
+    HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    model_id: str
+    name: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: DType
+    token_bytes: int
+    templates: int
+    host_bytes: int
+    def __init__(self, model_id: _Optional[str] = ..., name: _Optional[str] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., token_bytes: _Optional[int] = ..., templates: _Optional[int] = ..., host_bytes: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("boot_id", "uptime_seconds", "templates")
+    __slots__ = ("boot_id", "uptime_seconds", "templates", "models")
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     TEMPLATES_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
     boot_id: str
     uptime_seconds: float
     templates: _containers.RepeatedCompositeFieldContainer[TemplateStatus]
-    def __init__(self, boot_id: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., templates: _Optional[_Iterable[_Union[TemplateStatus, _Mapping]]] = ...) -> None: ...
+    models: _containers.RepeatedCompositeFieldContainer[ModelStatus]
+    def __init__(self, boot_id: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., templates: _Optional[_Iterable[_Union[TemplateStatus, _Mapping]]] = ..., models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ...) -> None: ...
+
+class AnchorSelection(_message.Message):
+    __slots__ = ("model_id", "template_id", "placeholder", "sample")
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    TEMPLATE_ID_FIELD_NUMBER: _ClassVar[int]
+    PLACEHOLDER_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    model_id: str
+    template_id: str
+    placeholder: str
+    sample: str
+    def __init__(self, model_id: _Optional[str] = ..., template_id: _Optional[str] = ..., placeholder: _Optional[str] = ..., sample: _Optional[str] = ...) -> None: ...
+
+class ListAnchorsRequest(_message.Message):
+    __slots__ = ("selection",)
+    SELECTION_FIELD_NUMBER: _ClassVar[int]
+    selection: AnchorSelection
+    def __init__(self, selection: _Optional[_Union[AnchorSelection, _Mapping]] = ...) -> None: ...
+
+class PooledSample(_message.Message):
+    __slots__ = ("model_id", "placeholder", "origin", "sample", "anchor", "tokens", "sequence", "uses", "slots", "taint", "host_bytes", "pin")
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    PLACEHOLDER_FIELD_NUMBER: _ClassVar[int]
+    ORIGIN_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    ANCHOR_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    USES_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    TAINT_FIELD_NUMBER: _ClassVar[int]
+    HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PIN_FIELD_NUMBER: _ClassVar[int]
+    model_id: str
+    placeholder: str
+    origin: str
+    sample: str
+    anchor: bool
+    tokens: int
+    sequence: int
+    uses: int
+    slots: _containers.RepeatedScalarFieldContainer[str]
+    taint: int
+    host_bytes: int
+    pin: Pin
+    def __init__(self, model_id: _Optional[str] = ..., placeholder: _Optional[str] = ..., origin: _Optional[str] = ..., sample: _Optional[str] = ..., anchor: bool = ..., tokens: _Optional[int] = ..., sequence: _Optional[int] = ..., uses: _Optional[int] = ..., slots: _Optional[_Iterable[str]] = ..., taint: _Optional[int] = ..., host_bytes: _Optional[int] = ..., pin: _Optional[_Union[Pin, str]] = ...) -> None: ...
+
+class ListAnchorsReply(_message.Message):
+    __slots__ = ("samples",)
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    samples: _containers.RepeatedCompositeFieldContainer[PooledSample]
+    def __init__(self, samples: _Optional[_Iterable[_Union[PooledSample, _Mapping]]] = ...) -> None: ...
+
+class DeleteAnchorsRequest(_message.Message):
+    __slots__ = ("selection",)
+    SELECTION_FIELD_NUMBER: _ClassVar[int]
+    selection: AnchorSelection
+    def __init__(self, selection: _Optional[_Union[AnchorSelection, _Mapping]] = ...) -> None: ...
+
+class DeleteAnchorsReply(_message.Message):
+    __slots__ = ("samples", "host_bytes")
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    samples: int
+    host_bytes: int
+    def __init__(self, samples: _Optional[int] = ..., host_bytes: _Optional[int] = ...) -> None: ...
+
+class PinAnchorsRequest(_message.Message):
+    __slots__ = ("selection", "pin")
+    SELECTION_FIELD_NUMBER: _ClassVar[int]
+    PIN_FIELD_NUMBER: _ClassVar[int]
+    selection: AnchorSelection
+    pin: Pin
+    def __init__(self, selection: _Optional[_Union[AnchorSelection, _Mapping]] = ..., pin: _Optional[_Union[Pin, str]] = ...) -> None: ...
+
+class PinAnchorsReply(_message.Message):
+    __slots__ = ("samples",)
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    samples: int
+    def __init__(self, samples: _Optional[int] = ...) -> None: ...
+
+class ClearRequest(_message.Message):
+    __slots__ = ("model_id",)
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    model_id: str
+    def __init__(self, model_id: _Optional[str] = ...) -> None: ...
+
+class ClearReply(_message.Message):
+    __slots__ = ("models", "host_bytes")
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    models: int
+    host_bytes: int
+    def __init__(self, models: _Optional[int] = ..., host_bytes: _Optional[int] = ...) -> None: ...
+
+class ExportRequest(_message.Message):
+    __slots__ = ("model_id",)
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    model_id: str
+    def __init__(self, model_id: _Optional[str] = ...) -> None: ...
+
+class RecordHeader(_message.Message):
+    __slots__ = ("name", "bytes", "records")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    bytes: int
+    records: int
+    def __init__(self, name: _Optional[str] = ..., bytes: _Optional[int] = ..., records: _Optional[int] = ...) -> None: ...
+
+class ExportReply(_message.Message):
+    __slots__ = ("header", "frame")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    FRAME_FIELD_NUMBER: _ClassVar[int]
+    header: RecordHeader
+    frame: Frame
+    def __init__(self, header: _Optional[_Union[RecordHeader, _Mapping]] = ..., frame: _Optional[_Union[Frame, _Mapping]] = ...) -> None: ...
+
+class ImportRequest(_message.Message):
+    __slots__ = ("header", "frame")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    FRAME_FIELD_NUMBER: _ClassVar[int]
+    header: RecordHeader
+    frame: Frame
+    def __init__(self, header: _Optional[_Union[RecordHeader, _Mapping]] = ..., frame: _Optional[_Union[Frame, _Mapping]] = ...) -> None: ...
+
+class ImportReply(_message.Message):
+    __slots__ = ("samples", "predictors", "calibrations", "known")
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    PREDICTORS_FIELD_NUMBER: _ClassVar[int]
+    CALIBRATIONS_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    samples: int
+    predictors: int
+    calibrations: int
+    known: bool
+    def __init__(self, samples: _Optional[int] = ..., predictors: _Optional[int] = ..., calibrations: _Optional[int] = ..., known: bool = ...) -> None: ...
+
+class QuotasRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Quota(_message.Message):
+    __slots__ = ("name", "used", "limit")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    USED_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    used: int
+    limit: int
+    def __init__(self, name: _Optional[str] = ..., used: _Optional[int] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class TenantQuotas(_message.Message):
+    __slots__ = ("tenant", "quotas")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    QUOTAS_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    quotas: _containers.RepeatedCompositeFieldContainer[Quota]
+    def __init__(self, tenant: _Optional[str] = ..., quotas: _Optional[_Iterable[_Union[Quota, _Mapping]]] = ...) -> None: ...
+
+class QuotasReply(_message.Message):
+    __slots__ = ("tenants",)
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantQuotas]
+    def __init__(self, tenants: _Optional[_Iterable[_Union[TenantQuotas, _Mapping]]] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DrainReply(_message.Message):
+    __slots__ = ("open_turns",)
+    OPEN_TURNS_FIELD_NUMBER: _ClassVar[int]
+    open_turns: int
+    def __init__(self, open_turns: _Optional[int] = ...) -> None: ...

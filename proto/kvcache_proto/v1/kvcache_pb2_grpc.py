@@ -680,3 +680,387 @@ class Quality(object):
             timeout,
             metadata,
             _registered_method=True)
+
+
+class AdminStub(object):
+    """For admins, on an address of its own. All of it concerns this service alone and the caller's tenant, unless it says otherwise.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.ListAnchors = channel.unary_stream(
+                '/kvcache.v1.Admin/ListAnchors',
+                request_serializer=kvcache__proto_dot_v1_dot_kvcache__pb2.ListAnchorsRequest.SerializeToString,
+                response_deserializer=kvcache__proto_dot_v1_dot_kvcache__pb2.ListAnchorsReply.FromString,
+                _registered_method=True)
+        self.DeleteAnchors = channel.unary_unary(
+                '/kvcache.v1.Admin/DeleteAnchors',
+                request_serializer=kvcache__proto_dot_v1_dot_kvcache__pb2.DeleteAnchorsRequest.SerializeToString,
+                response_deserializer=kvcache__proto_dot_v1_dot_kvcache__pb2.DeleteAnchorsReply.FromString,
+                _registered_method=True)
+        self.PinAnchors = channel.unary_unary(
+                '/kvcache.v1.Admin/PinAnchors',
+                request_serializer=kvcache__proto_dot_v1_dot_kvcache__pb2.PinAnchorsRequest.SerializeToString,
+                response_deserializer=kvcache__proto_dot_v1_dot_kvcache__pb2.PinAnchorsReply.FromString,
+                _registered_method=True)
+        self.Clear = channel.unary_unary(
+                '/kvcache.v1.Admin/Clear',
+                request_serializer=kvcache__proto_dot_v1_dot_kvcache__pb2.ClearRequest.SerializeToString,
+                response_deserializer=kvcache__proto_dot_v1_dot_kvcache__pb2.ClearReply.FromString,
+                _registered_method=True)
+        self.Export = channel.unary_stream(
+                '/kvcache.v1.Admin/Export',
+                request_serializer=kvcache__proto_dot_v1_dot_kvcache__pb2.ExportRequest.SerializeToString,
+                response_deserializer=kvcache__proto_dot_v1_dot_kvcache__pb2.ExportReply.FromString,
+                _registered_method=True)
+        self.Import = channel.stream_unary(
+                '/kvcache.v1.Admin/Import',
+                request_serializer=kvcache__proto_dot_v1_dot_kvcache__pb2.ImportRequest.SerializeToString,
+                response_deserializer=kvcache__proto_dot_v1_dot_kvcache__pb2.ImportReply.FromString,
+                _registered_method=True)
+        self.Quotas = channel.unary_unary(
+                '/kvcache.v1.Admin/Quotas',
+                request_serializer=kvcache__proto_dot_v1_dot_kvcache__pb2.QuotasRequest.SerializeToString,
+                response_deserializer=kvcache__proto_dot_v1_dot_kvcache__pb2.QuotasReply.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/kvcache.v1.Admin/Drain',
+                request_serializer=kvcache__proto_dot_v1_dot_kvcache__pb2.DrainRequest.SerializeToString,
+                response_deserializer=kvcache__proto_dot_v1_dot_kvcache__pb2.DrainReply.FromString,
+                _registered_method=True)
+
+
+class AdminServicer(object):
+    """For admins, on an address of its own. All of it concerns this service alone and the caller's tenant, unless it says otherwise.
+    """
+
+    def ListAnchors(self, request, context):
+        """Samples in pools, those of one pool together, oldest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteAnchors(self, request, context):
+        """Forget samples: their KV and their anchors, in memory, on disk and in the metadata store. What predictors have learned stays.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PinAnchors(self, request, context):
+        """Change how the KV of samples is kept in host memory, until the service ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Clear(self, request, context):
+        """Forget everything: KV, pools, predictors, calibrations and audits. Models and templates stay registered.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Export(self, request, context):
+        """What was learned, record after record: a header, then its frames. A record is a safetensors file.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Import(self, request_iterator, context):
+        """Take one record in, as Export gave it. What is known already stays as it is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Quotas(self, request, context):
+        """What tenants hold, and how much they may. An operator sees all of them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """For operators: end the service as SIGTERM does. Open turns have `drain_seconds`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_AdminServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'ListAnchors': grpc.unary_stream_rpc_method_handler(
+                    servicer.ListAnchors,
+                    request_deserializer=kvcache__proto_dot_v1_dot_kvcache__pb2.ListAnchorsRequest.FromString,
+                    response_serializer=kvcache__proto_dot_v1_dot_kvcache__pb2.ListAnchorsReply.SerializeToString,
+            ),
+            'DeleteAnchors': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteAnchors,
+                    request_deserializer=kvcache__proto_dot_v1_dot_kvcache__pb2.DeleteAnchorsRequest.FromString,
+                    response_serializer=kvcache__proto_dot_v1_dot_kvcache__pb2.DeleteAnchorsReply.SerializeToString,
+            ),
+            'PinAnchors': grpc.unary_unary_rpc_method_handler(
+                    servicer.PinAnchors,
+                    request_deserializer=kvcache__proto_dot_v1_dot_kvcache__pb2.PinAnchorsRequest.FromString,
+                    response_serializer=kvcache__proto_dot_v1_dot_kvcache__pb2.PinAnchorsReply.SerializeToString,
+            ),
+            'Clear': grpc.unary_unary_rpc_method_handler(
+                    servicer.Clear,
+                    request_deserializer=kvcache__proto_dot_v1_dot_kvcache__pb2.ClearRequest.FromString,
+                    response_serializer=kvcache__proto_dot_v1_dot_kvcache__pb2.ClearReply.SerializeToString,
+            ),
+            'Export': grpc.unary_stream_rpc_method_handler(
+                    servicer.Export,
+                    request_deserializer=kvcache__proto_dot_v1_dot_kvcache__pb2.ExportRequest.FromString,
+                    response_serializer=kvcache__proto_dot_v1_dot_kvcache__pb2.ExportReply.SerializeToString,
+            ),
+            'Import': grpc.stream_unary_rpc_method_handler(
+                    servicer.Import,
+                    request_deserializer=kvcache__proto_dot_v1_dot_kvcache__pb2.ImportRequest.FromString,
+                    response_serializer=kvcache__proto_dot_v1_dot_kvcache__pb2.ImportReply.SerializeToString,
+            ),
+            'Quotas': grpc.unary_unary_rpc_method_handler(
+                    servicer.Quotas,
+                    request_deserializer=kvcache__proto_dot_v1_dot_kvcache__pb2.QuotasRequest.FromString,
+                    response_serializer=kvcache__proto_dot_v1_dot_kvcache__pb2.QuotasReply.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=kvcache__proto_dot_v1_dot_kvcache__pb2.DrainRequest.FromString,
+                    response_serializer=kvcache__proto_dot_v1_dot_kvcache__pb2.DrainReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'kvcache.v1.Admin', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('kvcache.v1.Admin', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Admin(object):
+    """For admins, on an address of its own. All of it concerns this service alone and the caller's tenant, unless it says otherwise.
+    """
+
+    @staticmethod
+    def ListAnchors(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvcache.v1.Admin/ListAnchors',
+            kvcache__proto_dot_v1_dot_kvcache__pb2.ListAnchorsRequest.SerializeToString,
+            kvcache__proto_dot_v1_dot_kvcache__pb2.ListAnchorsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteAnchors(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcache.v1.Admin/DeleteAnchors',
+            kvcache__proto_dot_v1_dot_kvcache__pb2.DeleteAnchorsRequest.SerializeToString,
+            kvcache__proto_dot_v1_dot_kvcache__pb2.DeleteAnchorsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PinAnchors(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcache.v1.Admin/PinAnchors',
+            kvcache__proto_dot_v1_dot_kvcache__pb2.PinAnchorsRequest.SerializeToString,
+            kvcache__proto_dot_v1_dot_kvcache__pb2.PinAnchorsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Clear(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcache.v1.Admin/Clear',
+            kvcache__proto_dot_v1_dot_kvcache__pb2.ClearRequest.SerializeToString,
+            kvcache__proto_dot_v1_dot_kvcache__pb2.ClearReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Export(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvcache.v1.Admin/Export',
+            kvcache__proto_dot_v1_dot_kvcache__pb2.ExportRequest.SerializeToString,
+            kvcache__proto_dot_v1_dot_kvcache__pb2.ExportReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Import(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/kvcache.v1.Admin/Import',
+            kvcache__proto_dot_v1_dot_kvcache__pb2.ImportRequest.SerializeToString,
+            kvcache__proto_dot_v1_dot_kvcache__pb2.ImportReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Quotas(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcache.v1.Admin/Quotas',
+            kvcache__proto_dot_v1_dot_kvcache__pb2.QuotasRequest.SerializeToString,
+            kvcache__proto_dot_v1_dot_kvcache__pb2.QuotasReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcache.v1.Admin/Drain',
+            kvcache__proto_dot_v1_dot_kvcache__pb2.DrainRequest.SerializeToString,
+            kvcache__proto_dot_v1_dot_kvcache__pb2.DrainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
