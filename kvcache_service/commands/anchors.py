@@ -123,17 +123,21 @@ def export(
     certificate: common.Certificate = None,
     key: common.Key = None,
     token_file: common.TokenFile = None,
+    json_output: common.Json = False,
 ) -> None:
     """Write what was learned to a file: samples, anchors, predictors and calibrations, for `kvcache anchors import` elsewhere.
 
     It holds KV, which is text in another form: keep it as you would keep the prompts.
     """
-    with common.admin(target, ca, certificate, key, token_file) as client, common.Bars(common.console()) as bars:
+    with (
+        common.admin(target, ca, certificate, key, token_file) as client,
+        common.Bars(common.console(stderr=json_output)) as bars,
+    ):
         headers = client.export(file, model)
         first = next(headers, None)
         rest = bars.track(headers, first.records - 1 if first else 0, "exporting")
         count = sum(1 for _ in rest) + (first is not None)
-    typer.echo(f"{count} records in {file}")
+    common.report(json_output, {"records": count, "bytes": file.stat().st_size})
 
 
 @anchors.command("import")

@@ -36,6 +36,7 @@ def calibrate(
         Path | None, typer.Option(exists=True, file_okay=False, help="A transformers model folder; default SmolLM2-135M.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Order of the questions.")] = 0,
+    json_output: common.Json = False,
 ) -> None:
     """Find the thresholds of a running service for a model and its templates, at a quality target.
 
@@ -61,7 +62,7 @@ def calibrate(
     if len(rows) < warmup + questions:
         raise typer.BadParameter(f"{warmup + questions} rows are needed, {len(rows)} are there", param_hint="--dataset")
     random.Random(seed).shuffle(rows)
-    screen = common.console()
+    screen = common.console(stderr=json_output)
     loaded, tokenizer = common.load_model(screen, model)
     with common.connected(target, ca, certificate, key, token_file) as client, common.Bars(screen) as bars:
         setting = Agents("calibrate", SharedModel(loaded, tokenizer, client), members, answer_tokens)
@@ -69,4 +70,8 @@ def calibrate(
         runner.warm(bars.track(setting.scenes(rows[:warmup], seed), warmup, "warming the pools"))
         audited = bars.track(setting.scenes(rows[warmup : warmup + questions], seed), questions, "calibrating")
         fitted = runner.calibrate(audited, lambda t: client.calibrate(t, target_kl=target_kl, target_top1=target_top1))
-    report.show_calibrations(screen, {name: calibration(value) for name, value in fitted.items()})
+    found = {name: calibration(value) for name, value in fitted.items()}
+    if json_output:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    report.show_calibrations(screen, found)

@@ -98,12 +98,12 @@ def print_table(screen: Any, title: str, columns: Iterable[str], rows: Iterable[
     screen.print(table)
 
 
-def console() -> Any:
-    """A rich console; wide where nobody looks at a terminal."""
+def console(*, stderr: bool = False) -> Any:
+    """A rich console; wide where nobody looks at a terminal. stderr: beside output that a machine reads."""
     from rich.console import Console
 
-    found = Console()
-    return found if found.is_terminal else Console(width=170)
+    found = Console(stderr=stderr)
+    return found if found.is_terminal else Console(stderr=stderr, width=170)
 
 
 def load_model(screen: Any, folder: Path | None) -> tuple[Any, Any]:

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
+from kvcache_service.commands import common
 from kvcache_service.config import PREFIX, Config, host_budget, memory_limit, read_settings, refuse_exposure
 
 
@@ -26,7 +26,7 @@ class Finding:
     fix: str = ""
 
 
-def doctor(json_output: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False) -> None:
+def doctor(json_output: common.Json = False) -> None:
     """Say what this machine has for the service as it is configured, and how to mend what is off. Exit status 1: something is."""
     findings = list(examine(dict(os.environ)))
     if json_output:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated
 
 import typer
@@ -16,6 +17,7 @@ def health(
     key: common.Key = None,
     service: Annotated[str, typer.Option(help="Empty: the process; kvcache.v1.Turns: the metadata store answers as well.")] = "",
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for the answer.")] = 3.0,
+    json_output: common.Json = False,
 ) -> None:
     """Ask a service for its health by the standard gRPC protocol. Ends with 0 when it serves, 1 when not, 2 for bad options."""
     import grpc
@@ -34,6 +36,7 @@ def health(
         except grpc.RpcError as error:
             typer.echo(f"error: {target}: {error.code().name}: {error.details()}", err=True)
             raise typer.Exit(1) from error
-    typer.echo(health_pb2.HealthCheckResponse.ServingStatus.Name(status))
+    name = health_pb2.HealthCheckResponse.ServingStatus.Name(status)
+    typer.echo(json.dumps({"status": name}) if json_output else name)
     if status != health_pb2.HealthCheckResponse.SERVING:
         raise typer.Exit(1)

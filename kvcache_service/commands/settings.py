@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from pydantic import SecretStr
 
+from kvcache_service.commands import common
 from kvcache_service.config import Config, Settings, read_settings
 
 File = Annotated[
@@ -42,7 +43,9 @@ def read(file: Path | None, pairs: Sequence[str] | None, **flags: str | None) ->
 
 @config.command()
 def show(
-    file: File = None, pairs: Set = None, json_output: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False
+    file: File = None,
+    pairs: Set = None,
+    json_output: common.Json = False,
 ) -> None:
     """All settings as the service would have them here, and where each comes from. Secrets are masked.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -15,7 +15,7 @@ def status(
     certificate: common.Certificate = None,
     key: common.Key = None,
     token_file: common.TokenFile = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+    json_output: common.Json = False,
 ) -> None:
     """Templates of a running service: their slots, calibration and audited quality."""
     from google.protobuf.json_format import MessageToJson

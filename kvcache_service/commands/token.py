@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from kvcache_service.commands import common
+
 token = typer.Typer(help="Bearer tokens.", no_args_is_help=True)
 
 
@@ -18,7 +20,7 @@ def new(
     admin: Annotated[bool, typer.Option("--admin", help="It may also calibrate, and what `kvcache anchors` does.")] = False,
     operator: Annotated[bool, typer.Option("--operator", help="An admin who may also drain, and see all quotas.")] = False,
     expires: Annotated[str | None, typer.Option(help="When it ends, as 2027-01-31T00:00:00Z; without it never.")] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+    json_output: common.Json = False,
 ) -> None:
     """Make a token. The token itself is shown once; the entry, which holds only its hash, belongs into `tokens_file`.
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from kvcache_service.engine.plan import Reason
 from kvcache_service.errors import Code
 from kvcache_service.evaluation.service import ServiceProcess
-from tests.commands import parse
+from tests.commands import commands_of_ours, parse
 from tests.conftest import VOCABULARY, tiny_llama
 
 ROOT = Path(__file__).parents[2]
@@ -102,9 +102,20 @@ def test_commands_of_ours_are_accepted(page: str, words: list[str], tmp_path: Pa
     """Parsed with every option, in a folder where the files that they name are."""
     monkeypatch.chdir(tmp_path)
     for word in words:
-        if re.fullmatch(r"\w+\.(jsonl|toml|pem)", word):
+        if re.fullmatch(r"\w+\.(jsonl|toml|pem|tar)", word):
             (tmp_path / word).write_text("")
     parse(words)
+
+
+def test_the_table_of_commands_is_whole() -> None:
+    text = (ROOT / "docs" / "cli.md").read_text()
+    table = {name for line in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE) for name in re.findall(r"`([\w ]+)`", line)}
+    assert table == set(commands_of_ours())
+
+
+def test_every_command_speaks_to_machines() -> None:
+    silent = {name for name, options in commands_of_ours().items() if "--json" not in options}
+    assert silent == {"serve", "config schema", "anchors show"}, "these print JSON always, or a ready line"
 
 
 def test_make_targets_exist() -> None:
