@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import runpy
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -259,38 +260,48 @@ def test_alerts_and_dashboards_arrive_unchanged() -> None:
     assert found["ConfigMap"]["metadata"]["labels"]["grafana_dashboard"] == "1"
 
 
+def run_inside(
+    found: list[Object], service: ServiceProcess, files: Mapping[str, Path], *words: str, told: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """A command as it runs in the pod, whose files lie elsewhere. told: on its standard input."""
+    here = {"localhost:50051": service.target, "localhost:50052": service.admin_target}
+    here |= {f"/etc/kvcache/tls/{name}": str(path) for name, path in files.items()}
+    settings = {name: here[value] for name, value in environment(found).items() if name.startswith("KVCACHE_CLIENT_")}
+    command = [Path(sys.executable).with_name(words[0]), *words[1:]]
+    return subprocess.run(command, env=os.environ | settings, input=told, capture_output=True, text=True)
+
+
 @pytest.mark.parametrize("way", WAYS)
-def test_probes_reach_a_service_with_tls_and_tokens(
+def test_commands_inside_reach_a_service_with_tls_and_tokens(
     way: str, start_service: Callable[..., ServiceProcess], tmp_path: Path
 ) -> None:
-    """The probe's own command, on files that lie elsewhere: it needs no token, but the right authority."""
+    """The probe needs no token, but the right authority; an admin's call brings a token along."""
     authority = Authority(tmp_path, "ours")
     certificate, key = authority.issue("service")
     tokens = tmp_path / "tokens.toml"
-    tokens.write_text(entry("one", "a"))
-    (container,) = pod(written(way))["containers"]
+    tokens.write_text(entry("one", "a") + entry("boss", "a", admin="true", name='"boss"'))
+    found = written(way)
+    (container,) = pod(found)["containers"]
     probes = [container[name]["exec"]["command"] for name in ("startupProbe", "readinessProbe", "livenessProbe")]
+    assert probes == [["kvcache", "health"]] * 3
+    quota = ("kvcache", "quota", "--json", "--token-file", "/dev/stdin")
     with start_service(tls_cert=str(certificate), tls_key=str(key), tokens_file=str(tokens)) as service:
-        here = {"localhost:50051": service.target, "/etc/kvcache/tls/ca.crt": str(authority.path)}
-        (command,) = {tuple(here.get(word, word) for word in probe) for probe in probes}
-        assert set(here.values()) <= set(command)
-        assert command[0] == "kvcache"
-        kvcache = Path(sys.executable).with_name("kvcache")
-        done = subprocess.run([kvcache, *command[1:]], capture_output=True, text=True)
+        files = {"ca.crt": authority.path}
+        done = run_inside(found, service, files, *probes[0])
         assert (done.returncode, done.stdout) == (0, "SERVING\n"), done.stderr
-        other = str(Authority(tmp_path, "other").path)
-        done = subprocess.run([kvcache, *(other if w == str(authority.path) else w for w in command[1:])], capture_output=True)
-        assert done.returncode == 1
+        done = run_inside(found, service, files, *quota, told="boss")
+        assert [shown["tenant"] for shown in json.loads(done.stdout)] == ["a"], done.stderr
+        assert run_inside(found, service, files, *quota, told="one").returncode == 1
+        assert run_inside(found, service, {"ca.crt": Authority(tmp_path, "other").path}, *probes[0]).returncode == 1
 
 
 @needs_helm
 def test_probes_of_mutual_tls_show_a_certificate(start_service: Callable[..., ServiceProcess], tmp_path: Path) -> None:
     authority = Authority(tmp_path, "ours")
     certificate, key = authority.issue("service")
-    (container,) = pod(objects(RENDER["template"](CHOICES["mutual-tls"])))["containers"]
+    found = objects(RENDER["template"](CHOICES["mutual-tls"]))
+    (container,) = pod(found)["containers"]
     files = {"ca.crt": authority.path, "tls.crt": certificate, "tls.key": key}
     with start_service(tls_cert=str(certificate), tls_key=str(key), tls_client_ca=str(authority.path)) as service:
-        here = {"localhost:50051": service.target} | {f"/etc/kvcache/tls/{name}": str(path) for name, path in files.items()}
-        command = [here.get(word, word) for word in container["livenessProbe"]["exec"]["command"]]
-        done = subprocess.run([Path(sys.executable).with_name("kvcache"), *command[1:]], capture_output=True, text=True)
+        done = run_inside(found, service, files, *container["livenessProbe"]["exec"]["command"])
         assert (done.returncode, done.stdout) == (0, "SERVING\n"), done.stderr

@@ -30,23 +30,23 @@ KVCACHE_{{ upper $name }}: {{ include "kvcache.scalar" $value | quote }}
 {{- end }}
 {{- end }}
 
+{{/* How commands inside the pod reach the service beside them: the probes, and whoever comes by `kubectl exec`. */}}
+{{- define "kvcache.client" }}
+KVCACHE_CLIENT_TARGET: localhost:50051
+KVCACHE_CLIENT_ADMIN_TARGET: localhost:50052
+{{- if .Values.tls.secret }}
+KVCACHE_CLIENT_TLS_CA: /etc/kvcache/tls/ca.crt
+{{- if .Values.tls.clientCaKey }}
+KVCACHE_CLIENT_TLS_CERT: /etc/kvcache/tls/tls.crt
+KVCACHE_CLIENT_TLS_KEY: /etc/kvcache/tls/tls.key
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{/* A kubelet's own gRPC probe knows no TLS. */}}
 {{- define "kvcache.probe" -}}
 {{- if .Values.tls.secret -}}
-exec:
-  command:
-    - kvcache
-    - health
-    - --target
-    - localhost:50051
-    - --tls-ca
-    - /etc/kvcache/tls/ca.crt
-    {{- if .Values.tls.clientCaKey }}
-    - --tls-cert
-    - /etc/kvcache/tls/tls.crt
-    - --tls-key
-    - /etc/kvcache/tls/tls.key
-    {{- end }}
+exec: {command: [kvcache, health]}
 {{- else -}}
 grpc: {port: 50051}
 {{- end }}
