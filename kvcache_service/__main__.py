@@ -195,10 +195,8 @@ async def serve(config: Config, open_device: Callable[[int], Runtime]) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         await server.start()
-        host, admin_host = (address.rpartition(":")[0] for address in (config.listen, config.admin_listen))
         print(
-            f"kvcache ready grpc={host}:{server.port} admin={admin_host}:{server.admin_port} metrics=http://{metrics} "
-            f"catalog={_masked(url)}",
+            f"kvcache ready grpc={server.address} admin={server.admin_address} metrics=http://{metrics} catalog={_masked(url)}",
             flush=True,
         )
         await stop.wait()

@@ -16,6 +16,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 PREFIX = "KVCACHE_"
 ADDRESS = r"^.+:\d{1,5}$"  # host:port
+SOCKET = r"^(unix:.+|.+:\d{1,5})$"  # or a Unix socket's path
 CLIENT_PREFIX = "KVCACHE_CLIENT_"  # what commands that call a service read
 FILE_VARIABLE = "KVCACHE_CONFIG"  # names the TOML file where no flag does
 
@@ -25,8 +26,12 @@ class Config(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True)
 
-    listen: str = Field("127.0.0.1:50051", pattern=ADDRESS, description="gRPC address; port 0 picks a free one")
-    admin_listen: str = Field("127.0.0.1:50052", pattern=ADDRESS, description="address for admins; port 0 picks a free one")
+    listen: str = Field(
+        "127.0.0.1:50051",
+        pattern=SOCKET,
+        description="gRPC address; port 0 picks a free one; or a socket, as unix:/run/kvcache.sock",
+    )
+    admin_listen: str = Field("127.0.0.1:50052", pattern=SOCKET, description="address for admins, likewise")
     tls_cert: Path | None = Field(None, description="PEM certificate of the service; none: no TLS")
     tls_key: Path | None = Field(None, description="PEM key of tls_cert")
     tls_client_ca: Path | None = Field(
@@ -181,7 +186,9 @@ def refuse_exposure(config: Config) -> None:
 
 
 def is_loopback(address: str) -> bool:
-    """Only this machine reaches it. address: host:port."""
+    """Only this machine reaches it. address: host:port, or a Unix socket's."""
+    if address.startswith("unix:"):
+        return True
     host = address.rpartition(":")[0].strip("[]")
     try:
         return ipaddress.ip_address(host).is_loopback

@@ -48,8 +48,8 @@ class _Session:
 class KVCacheClient:
     """Speaks kvcache.v1 with one service.
 
-    target: host:port. credentials: for a service that asks for them. transport: "auto" takes shared memory on the service's own
-    host, else the stream.
+    target: host:port, or a Unix socket as unix:PATH. credentials: for a service that asks for them. transport: "auto" takes
+    shared memory on the service's own host, else the stream.
     timeout: seconds for any call but the registration of a model, for which a service on a fresh machine compiles. A lost
     service is tried again after a growing pause of at most two seconds, in which calls fail at once; models and templates are
     registered anew by the client itself.

@@ -29,6 +29,7 @@ class ServiceProcess:
         assert self.process.stdout is not None
         ready = _READY.match(self.process.stdout.readline())
         if ready is None:
+            self.stop()
             raise RuntimeError("the service did not start; its message stands above")
         self.target, self.admin_target = ready["grpc"], ready["admin"]
         self.metrics_url, self.catalog_url = ready["metrics"], ready["catalog"]

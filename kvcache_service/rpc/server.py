@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import socket
 from collections.abc import Callable
 from concurrent.futures import Executor
 from pathlib import Path
@@ -79,7 +81,7 @@ class Server:
             names = [services[name].full_name for name in servicers]
             reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
             reflection.enable_server_reflection([services["Admin"].full_name, reflection.SERVICE_NAME], self._admin)
-        self.port, self.admin_port = _bind(self._server, listen, tls), _bind(self._admin, admin_listen, tls)
+        self.address, self.admin_address = _bind(self._server, listen, tls), _bind(self._admin, admin_listen, tls)
         self._housekeeper: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -118,8 +120,24 @@ class Server:
         return await asyncio.get_running_loop().run_in_executor(self._executor, call)
 
 
-def _bind(server: grpc.aio.Server, address: str, tls: Files | None) -> int:
-    """The port."""
-    if tls is None:
-        return server.add_insecure_port(address)
-    return server.add_secure_port(address, server_credentials(tls))
+def _bind(server: grpc.aio.Server, address: str, tls: Files | None) -> str:
+    """Where it listens. A Unix socket is for the service's user and group. Raises OSError where another process serves it."""
+    is_socket = address.startswith("unix:")
+    if is_socket:
+        _refuse_served(address.removeprefix("unix:"))
+    before = os.umask(0o117)
+    try:
+        port = server.add_insecure_port(address) if tls is None else server.add_secure_port(address, server_credentials(tls))
+    finally:
+        os.umask(before)
+    return address if is_socket else f"{address.rpartition(':')[0]}:{port}"
+
+
+def _refuse_served(path: str) -> None:
+    """gRPC takes the place of whatever socket lies there, also of a living one."""
+    with socket.socket(socket.AF_UNIX) as other:
+        try:
+            other.connect(path)
+        except OSError:
+            return
+    raise OSError(f"another process serves unix:{path}; end it, or listen elsewhere")

@@ -13,7 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from kvcache_client import CacheError, Credentials, KVCacheClient
+from kvcache_client import AdminClient, CacheError, Credentials, KVCacheClient
 from kvcache_proto.v1 import kvcache_pb2 as pb
 from typer.testing import CliRunner
 
@@ -147,6 +147,27 @@ def test_other_hosts_when_it_is_said(start_service: Start) -> None:
         port = service.target.rpartition(":")[2]
         with KVCacheClient(f"127.0.0.1:{port}") as client:
             assert client.status().boot_id
+
+
+def test_unix_sockets(start_service: Start, tmp_path: Path) -> None:
+    """Open to user and group alone. A living service's socket is not taken over, a dead one's is."""
+    paths = [tmp_path / "workers.sock", tmp_path / "admins.sock"]
+    settings = dict(zip(("listen", "admin_listen"), (f"unix:{path}" for path in paths), strict=True))
+    with start_service(**settings) as service, KVCacheClient(service.target) as client:
+        assert service.target == settings["listen"]
+        assert {path.stat().st_mode & 0o777 for path in paths} == {0o660}
+        assert client.transport == "shared_memory"
+        with AdminClient(service.admin_target, credentials=Credentials(token="not encrypted, but nobody listens")) as admin:
+            assert [t.tenant for t in admin.quotas()] == ["default"]
+        with pytest.raises(RuntimeError):
+            start_service(**settings)
+        assert client.status().boot_id, "it still serves"
+        service.process.kill()
+        service.process.wait()
+    assert all(path.exists() for path in paths)
+    with start_service(**settings) as service, KVCacheClient(service.target) as client:
+        assert client.status().boot_id
+    assert not any(path.exists() for path in paths)
 
 
 def test_credentials_that_do_not_fit(tmp_path: Path) -> None:
